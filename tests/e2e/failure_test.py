@@ -168,7 +168,7 @@ def test_a_lost_rank_resumes_the_run_until_it_gets_nowhere(start_trainer: StartT
     lines = {line["step"]: line for line in lossy.metrics()}
     assert lines[step + 1]["run/resumes"] == 1
     assert said == 1
-    assert "resumed 1 times without a new checkpoint (launch.max_failures=1)" in lossy.output
+    assert "resumed once without a new checkpoint (launch.max_failures=1)" in lossy.output
     assert "policy rank 0 was ended by SIGKILL" in _report(lossy)
 
     whole = start_trainer(*arguments, f"schedule.total_steps={step + 1}", name="whole")

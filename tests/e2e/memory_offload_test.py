@@ -168,6 +168,9 @@ class Server:
         await self.ended.wait()
         return 0
 
+    def describe_end(self, status: int) -> str:
+        return "ended"
+
     async def log_tail(self, lines: int = 20) -> str:
         return ""
 
@@ -178,6 +181,8 @@ class Server:
 
 class Launcher:
     """Starts servers in this process."""
+
+    tls: None = None
 
     async def start(self, spec: ProcessSpec) -> Server:
         return Server(spec.name)

@@ -1,10 +1,8 @@
 """Weights over TLS and with a token to a real server, by the transports that use gRPC."""
 
 import asyncio
-import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +11,7 @@ import torch
 
 from treadle.rollout_server.testing import ServerProcess, running_server
 from treadle.trainer.config.schema import WeightSyncConfig
+from treadle.trainer.launch.run_tls import SERVER_NAME, run_tls, write_private
 from treadle.trainer.policy.commands import Command, Push, PushSharedMemory, Specs
 from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.policy.types import NamedTensor, TensorSpec
@@ -22,10 +21,6 @@ from treadle.trainer.weight_sync.errors import WeightSyncError
 from treadle.trainer.weight_sync.publisher import WeightPublisher
 from treadle.trainer.weight_sync.transports.inline import push
 from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
-
-pytestmark = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="makes its certificate with openssl"
-)
 
 
 class Rank:
@@ -49,16 +44,12 @@ class Rank:
 
 
 @pytest.fixture(scope="module")
-def security(tmp_path_factory: pytest.TempPathFactory) -> ServerSecurity:
-    """A self-signed certificate of this host, and a token."""
-    folder = tmp_path_factory.mktemp("secrets")
-    command = (
-        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {folder}/key -out {folder}/certificate "
-        "-days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost,IP:127.0.0.1"
-    )
-    subprocess.run(shlex.split(command), check=True, capture_output=True)
-    (folder / "token").write_text("secret\n")
-    return ServerSecurity(tls=True, roots=folder / "certificate", token=folder / "token")
+def security(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSecurity]:
+    """The certificates of a run on several hosts, and a token."""
+    with run_tls(tmp_path_factory.mktemp("run") / "tls") as tls:
+        token = tls.directory / "token"
+        write_private(token, b"secret\n")
+        yield ServerSecurity(tls=True, roots=tls.roots, server_name=SERVER_NAME, token=token)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +58,8 @@ def server(security: ServerSecurity) -> Iterator[ServerProcess]:
     assert security.roots is not None
     with running_server(
         *("--engine", "fake", "--security.token_file", str(security.token)),
-        *("--security.tls_certificate", str(security.roots)),
-        *("--security.tls_key", str(security.roots.with_name("key"))),
+        *("--security.tls_certificate", str(security.roots.with_name("certificate.pem"))),
+        *("--security.tls_key", str(security.roots.with_name("key.pem"))),
     ) as process:
         yield process
 
@@ -111,6 +102,9 @@ async def test_without_them_nothing_is_sent(
 ) -> None:
     with pytest.raises(WeightSyncError, match=r"BeginUpdate failed \(UNAVAILABLE\)"):
         await _publish(server, 9, "inline", ServerSecurity(), tmp_path)
-    tokenless = ServerSecurity(tls=True, roots=security.roots)
+    tokenless = replace(security, token=None)
     with pytest.raises(WeightSyncError, match="UNAUTHENTICATED"):
         await _publish(server, 9, "inline", tokenless, tmp_path)
+    nameless = replace(security, server_name=None)  # the certificate does not name 127.0.0.1
+    with pytest.raises(WeightSyncError, match="UNAVAILABLE"):
+        await _publish(server, 9, "inline", nameless, tmp_path)

@@ -37,11 +37,13 @@ class ChannelSecurity:
     Attributes:
         tls: Whether to encrypt. A token requires it unless the server is on this machine.
         root_certificates: PEM bytes; None means the system's.
+        server_name: The name that a server's certificate must have; None means that of its host.
         token: Sent as "authorization: Bearer ..." with every call; None means no token.
     """
 
     tls: bool = False
     root_certificates: bytes | None = None
+    server_name: str | None = None
     token: str | None = None
 
     def open(self, address: str) -> grpc.aio.Channel:
@@ -51,7 +53,7 @@ class ChannelSecurity:
             SetupError: A token would travel in plain text.
         """
         if self.tls:
-            return grpc.aio.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+            return grpc.aio.secure_channel(address, self._credentials, options=self._tls_options)
         self._check_plain(address)
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
@@ -62,7 +64,7 @@ class ChannelSecurity:
             SetupError: A token would travel in plain text.
         """
         if self.tls:
-            return grpc.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+            return grpc.secure_channel(address, self._credentials, options=self._tls_options)
         self._check_plain(address)
         return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
 
@@ -74,6 +76,12 @@ class ChannelSecurity:
     @property
     def _credentials(self) -> grpc.ChannelCredentials:
         return grpc.ssl_channel_credentials(self.root_certificates)
+
+    @property
+    def _tls_options(self) -> tuple[tuple[str, int | str], ...]:
+        if self.server_name is None:
+            return CHANNEL_OPTIONS
+        return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", self.server_name))
 
     def _check_plain(self, address: str) -> None:
         if self.token is not None and not _is_loopback(address):

@@ -268,12 +268,16 @@ class RolloutConfig(Section):
     """CPU threads per server. Null: all CPUs, divided by the number of replicas."""
     tls_certificate: Path | None = None
     """PEM file of a certificate that names the servers' hosts. Servers then use TLS for requests
-    and for weights. This file and the next three must be on every node."""
+    and for weights. This file, `tls_key`, `tls_roots` and `token_file` must be on every node. Null:
+    on a Ray cluster the run makes certificates, and brings them to each node itself."""
     tls_key: Path | None = None
     """PEM file of the certificate's private key."""
     tls_roots: Path | None = None
     """PEM file of the root certificates that the certificate is checked against. Null: the
     system's."""
+    tls_server_name: str | None = None
+    """Name in the servers' certificate, where it is not that of their hosts. Null: the host of each
+    address."""
     token_file: Path | None = None
     """File with the bearer token that the servers require in every call. Null: the run creates a
     token, unless it uses TLS or `launch.allow_plaintext_on_network`."""
@@ -357,6 +361,11 @@ class RolloutConfig(Section):
                 "together: set both or neither"
             )
         starts_plain = self.num_replicas and self.tls_certificate is None
+        if self.tls_server_name is not None and self.tls_certificate is self.tls_roots is None:
+            raise ValueError(
+                f"tls_server_name={self.tls_server_name} is a name in a certificate, and neither "
+                "tls_certificate nor tls_roots is set"
+            )
         if self.tls_roots is not None and starts_plain:
             raise ValueError(
                 f"tls_roots={self.tls_roots} checks a certificate, and tls_certificate is null"
@@ -584,8 +593,9 @@ class RayLaunchConfig(_LaunchConfig):
     gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
     """GPUs reserved per rollout server."""
     allow_plaintext_on_network: bool = False
-    """Allow connections between hosts without TLS. Anyone in that network can then use the servers.
-    A cluster of several hosts needs this or TLS."""
+    """Leave out TLS and tokens between hosts. Anyone in that network can then use the servers. By
+    default a run with `address` makes certificates for its processes. Collective weight transfer
+    between hosts needs it, because NCCL and gloo do not encrypt."""
 
     @model_validator(mode="after")
     def _gpus_are_counted_once(self) -> Self:

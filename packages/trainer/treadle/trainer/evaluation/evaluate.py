@@ -34,7 +34,7 @@ from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_process import server_traces
-from treadle.trainer.rollout.server_security import with_own_token
+from treadle.trainer.rollout.server_security import with_own_secrets
 from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 from treadle.trainer.tracing.run_tracing import run_tracing, span_attributes
 from treadle.trainer.training_loop.context import Timer
@@ -78,7 +78,7 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
                 await stack.enter_async_context(launcher)
             secured = config
             if attached is None:
-                secured = stack.enter_context(with_own_token(config, out))
+                secured = stack.enter_context(with_own_secrets(config, out, launcher.tls))
             servers = attached or await _start(stack, checked, launcher, secured)
             workers = await _start_workers(stack, checked, launcher, secured, servers)
         for line in _plan(checked, servers):

@@ -19,8 +19,9 @@ from typing import Self
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.gpus import visible_devices
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+from treadle.trainer.launch.run_tls import RunTls
 
-__all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit"]
+__all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit", "read_tail"]
 
 _READY_POLL_S = 0.05
 _LITTLE = 64 << 10
@@ -38,6 +39,20 @@ def describe_exit(status: int) -> str:
         return f"was ended by {signal.Signals(-status).name}"
     except ValueError:
         return f"was ended by signal {-status}"
+
+
+def read_tail(path: Path, lines: int) -> str:
+    """Returns the last lines of a log."""
+    with path.open("rb") as log:
+        size = log.seek(0, os.SEEK_END)
+        log.seek(max(0, size - 16_384))
+        text = log.read().decode(errors="replace")
+    tail = "\n".join(text.splitlines()[-lines:])
+    free = shutil.disk_usage(path.parent).free
+    if free < _LITTLE:
+        lost = f"({free} bytes are free on the disk of {path.parent}: make room)"
+        return f"{tail}\n{lost}" if tail else lost
+    return tail or "(it is empty)"
 
 
 class LocalProcess:
@@ -130,18 +145,13 @@ class LocalProcess:
         assert self._child is not None
         return await self._child.wait()
 
+    def describe_end(self, status: int) -> str:
+        """See `Process.describe_end`."""
+        return describe_exit(status)
+
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""
-        with self.log_path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - 16_384))
-            text = log.read().decode(errors="replace")
-        tail = "\n".join(text.splitlines()[-lines:])
-        free = shutil.disk_usage(self.log_path.parent).free
-        if free < _LITTLE:
-            lost = f"({free} bytes are free on the disk of {self.log_path.parent}: make room)"
-            return f"{tail}\n{lost}" if tail else lost
-        return tail or "(it is empty)"
+        return read_tail(self.log_path, lines)
 
     async def stop(self, grace_s: float = 10.0) -> None:
         """See `Process.stop`."""
@@ -171,6 +181,7 @@ class LocalLauncher:
     """Starts processes on this machine."""
 
     host = "127.0.0.1"
+    tls: RunTls | None = None  # nothing leaves this machine
 
     def __init__(self, directory: Path) -> None:
         """Args: directory: For the logs; made if missing."""

@@ -14,11 +14,13 @@ def make_launcher(config: AnyConfig, logs: Path) -> Launcher:
 
     Args:
         config: The run's configuration.
-        logs: Where the processes' logs go.
+        logs: Where the processes' logs go. Where Ray may place processes on several hosts, the
+            certificates of the run are beside it, in `tls`.
     """
     launch = config.launch
     if launch.kind == "local":
         return LocalLauncher(logs)
     from treadle.trainer.launch.ray import RayLauncher
 
-    return RayLauncher(launch, logs)
+    encrypted = launch.address is not None and not launch.allow_plaintext_on_network
+    return RayLauncher(launch, logs, tls_directory=logs.parent / "tls" if encrypted else None)

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, Self
 
+from treadle.trainer.launch.run_tls import RunTls
 from treadle.trainer.launch.topology import Devices
 
 __all__ = [
     "Launcher",
+    "LostProcessError",
     "Process",
     "ProcessError",
     "ProcessSpec",
@@ -37,6 +39,10 @@ __all__ = [
 
 class ProcessError(RuntimeError):
     """A process did not start, or ended by itself; the message names it and ends with its log."""
+
+
+class LostProcessError(ProcessError):
+    """A process is gone with its node, or with what watched it there; started again, it may do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +93,14 @@ class Process(Protocol):
         """Waits for its end; returns the exit status, or -n if signal n ended it."""
         ...
 
+    def describe_end(self, status: int) -> str:
+        """Returns how it ended, and on which node if not on this machine, for a message.
+
+        Args:
+            status: What `wait` returned.
+        """
+        ...
+
     async def log_tail(self, lines: int = 20) -> str:
         """Returns the last lines that it printed."""
         ...
@@ -101,6 +115,11 @@ class Process(Protocol):
 
 class Launcher(Protocol):
     """Starts processes, and ends those that still run when it is closed."""
+
+    @property
+    def tls(self) -> RunTls | None:
+        """The run's certificates, where its processes may be on several hosts; else None."""
+        ...
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Starts one process.

@@ -6,8 +6,15 @@ start fails, with both sides shown, if that interpreter is missing or sees other
 itself runs actors with the interpreter that its node was started with.) A process with its own
 `command` needs only that program on its node.
 
-Invariant: a process lives no longer than its actor, whose pid it watches, and Ray ends the actors
-of a driver that died. A Ray that this launcher started is shut down with it.
+Invariants:
+
+1. A process lives no longer than its actor, whose pid it watches, and Ray ends the actors of a
+   driver that died. A Ray that this launcher started is shut down with it.
+2. A process that is started where a node was lost gets the GPUs of the node that Ray reserves in
+   its place. An actor that cannot be placed is given up, so that it starts nothing later.
+3. On a cluster, processes listen on their node's address, and the run's certificates reach a node
+   before its first process starts. Ray's own messages are encrypted only if the cluster is set up
+   so.
 """
 
 import asyncio
@@ -17,17 +24,25 @@ import json
 import logging
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from treadle.trainer.config.schema import RayLaunchConfig
-from treadle.trainer.launch.local import KILLED_S, LocalProcess
-from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+from treadle.trainer.launch.local import KILLED_S, LocalProcess, describe_exit, read_tail
+from treadle.trainer.launch.process import (
+    LostProcessError,
+    ProcessError,
+    ProcessSpec,
+    child_python_path,
+)
+from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
 
 __all__ = ["RayLauncher", "RayProcess"]
 
@@ -36,6 +51,7 @@ _OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 _STARTED_CPUS = 1024
 # How much longer than the process an actor may take to answer; one that stands still never does.
 _ANSWER_S = 10.0
+_HOLD_AGAIN_S = 1.0
 _PROBE = (
     "import importlib.metadata as m, json, platform, sys;"
     "found = {d.metadata['Name'].lower().replace('_', '-'): d.version for d in m.distributions()};"
@@ -75,20 +91,33 @@ class _Keeper:
         self._python_path = python_path
         self._versions = dict(versions)
         self._process: LocalProcess | None = None
+        self._files: Sequence[Path] = ()
 
-    async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
-        """Checks the interpreter, and starts the process."""
+    async def start(
+        self, spec: ProcessSpec, directory: Path, host: str | None, files: Mapping[Path, bytes]
+    ) -> str:
+        """Checks the interpreter, and starts the process; returns the address of this node.
+
+        Args:
+            spec: What to run.
+            directory: Where the log goes.
+            host: Where the process listens; None: on the address of this node.
+            files: What it needs here and nobody else may read, by path.
+        """
         import ray
 
         if not spec.command:  # a command brings its own interpreter
             await self._check_interpreter()
+        node = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+        self._files = tuple(files)
+        for path, content in files.items():
+            await asyncio.to_thread(write_private, path, content)
         self._process = LocalProcess(
             spec, directory, executable=self._executable, python_path=self._python_path
         )
-        await self._process.start(
-            host or str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        )
+        await self._process.start(host or node)
+        return node
 
     async def _check_interpreter(self) -> None:
         here = f"node {platform.node()}, where Ray runs {sys.executable}"
@@ -168,10 +197,16 @@ class _Keeper:
         assert self._process is not None
         return await self._process.log_tail(lines)
 
-    async def stop(self, grace_s: float) -> None:
-        """See `Process.stop`."""
+    async def stop(self, grace_s: float, last: bool) -> None:
+        """See `Process.stop`. With `last`, the run ends, and its files here go."""
         if self._process is not None:
             await self._process.stop(grace_s)
+        if last:
+            for path in self._files:
+                path.unlink(missing_ok=True)
+            with suppress(OSError):  # nothing was written, or another process still has its files
+                for directory in {path.parent for path in self._files}:
+                    directory.rmdir()
 
 
 class _Reservation:
@@ -191,13 +226,25 @@ class _Reservation:
 class RayProcess:
     """A process behind an actor."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, log: Path) -> None:
+        """Starts nothing yet.
+
+        Args:
+            name: Of the process.
+            actor: Starts it and watches it.
+            log: Of the process, on its node.
+        """
         self.name = name
         self._actor = actor
+        self._log = log
+        self._node = "that is not known yet"
+        self._lost: str | None = None
 
-    async def start(self, spec: ProcessSpec, directory: Path, host: str | None) -> None:
+    async def start(
+        self, spec: ProcessSpec, directory: Path, host: str | None, files: Mapping[Path, bytes]
+    ) -> None:
         """Starts it; called once."""
-        await self._ask(self._actor.start.remote(spec, directory, host))
+        self._node = await self._ask(self._actor.start.remote(spec, directory, host, files))
 
     async def ready(self, deadline_s: float) -> str:
         """See `Process.ready`."""
@@ -214,23 +261,41 @@ class RayProcess:
         except ProcessError:
             return -signal.SIGKILL
 
+    def describe_end(self, status: int) -> str:
+        """See `Process.describe_end`."""
+        if self._lost is None:
+            return f"{describe_exit(status)} on node {self._node}"
+        return f"is gone with its actor on node {self._node} ({self._lost})"
+
     async def log_tail(self, lines: int = 20) -> str:
-        """See `Process.log_tail`."""
+        """See `Process.log_tail`; without its actor, what a directory shared by all nodes has."""
         try:
             return await self._ask(self._actor.log_tail.remote(lines), 0.0)
         except ProcessError as error:
-            return f"(no log: {error})"
+            try:
+                return await asyncio.to_thread(read_tail, self._log, lines)
+            except OSError:
+                return f"(no log: {error})"
 
-    async def stop(self, grace_s: float = 10.0) -> None:
-        """See `Process.stop`; ends the actor too."""
-        import ray
+    async def stop(self, grace_s: float = 10.0, *, last: bool = False) -> None:
+        """See `Process.stop`; ends the actor too.
 
+        Args:
+            grace_s: As there.
+            last: Whether the run ends, so that its certificates may go.
+        """
         try:
-            await self._ask(self._actor.stop.remote(grace_s), grace_s + KILLED_S)
+            await self._ask(self._actor.stop.remote(grace_s, last), grace_s + KILLED_S)
         except SilentActorError as error:
             _log.warning("%s; Ray is told to end it", error)
         except ProcessError:
             pass  # the actor is gone, and its process with it
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Has Ray end the actor, whether it was placed or not, and its process with it."""
+        import ray
+
         ray.kill(self._actor)
 
     async def _ask(self, answer: Awaitable[T], within_s: float | None = None) -> T:
@@ -256,8 +321,22 @@ class RayProcess:
             if isinstance(error.cause, ProcessError):
                 raise ProcessError(str(error.cause)) from None
             raise
-        except ray.exceptions.RayActorError as error:
-            raise ProcessError(f"{self.name}: its Ray actor is gone: {error}") from None
+        except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
+            self._lost = _reason(error)
+            raise LostProcessError(
+                f"{self.name}: its Ray actor on node {self._node} is gone: {self._lost}"
+            ) from None
+
+
+def _reason(error: Exception) -> str:
+    """Returns in one line why an actor is gone, without Ray's ids."""
+    import ray
+
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "neither answers Ray"
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line and not re.match(r"[a-z_]+: ", line)]
+    return re.sub(r" Node Id: \w+", "", " ".join(told)).rstrip(".")
 
 
 def _keeper(**options: Any) -> Any:
@@ -271,30 +350,38 @@ def _keeper(**options: Any) -> Any:
 class RayLauncher:
     """Starts processes on a Ray cluster."""
 
-    def __init__(self, config: RayLaunchConfig, directory: Path) -> None:
+    def __init__(
+        self, config: RayLaunchConfig, directory: Path, *, tls_directory: Path | None = None
+    ) -> None:
         """Connects to nothing yet.
 
         Args:
             config: How to reach the cluster.
             directory: For the logs, on each node; made if missing.
+            tls_directory: For the run's certificates, on each node; None: it has none.
         """
         self._config = config
-        self._directory = directory
+        self._directory = directory.absolute()
+        self._tls_directory = tls_directory
+        self.tls: RunTls | None = None
+        self._made = ExitStack()
         self._processes: list[RayProcess] = []
-        self._host: str | None = None
+        # Only a Ray of this machine alone is sure to stay one.
+        self._host = "127.0.0.1" if config.address is None else None
         self._group: Any = None
-        self._holders: list[Any] = []
-        self._nodes: list[tuple[str, list[str]]] = []
+        self._holders: list[Any] = []  # by the number of the node
+        self._renewing = asyncio.Lock()
 
     async def __aenter__(self) -> Self:
         """Joins the cluster, or starts one on this machine; reserves the GPUs of the run.
 
         Raises:
-            ProcessError: the cluster cannot be reached, spans hosts without permission, or has
-                not the GPUs.
+            ProcessError: the cluster cannot be reached, or has not the GPUs.
         """
         await asyncio.to_thread(self._join)
         try:
+            if self._tls_directory is not None:
+                self.tls = self._made.enter_context(run_tls(self._tls_directory))
             if self._config.gpus_per_node:
                 await self._reserve()
         except BaseException:
@@ -306,7 +393,6 @@ class RayLauncher:
         """Reserves `gpus_per_node` GPUs on each of `nodes` nodes, for the time of the run."""
         import ray
         from ray.util.placement_group import placement_group
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         config = self._config
         gpus = float(config.gpus_per_node)
@@ -326,17 +412,52 @@ class RayLauncher:
                 f"cluster did not give that many GPUs within {config.start_deadline_s:g} s "
                 f"(launch.start_deadline_s); its nodes have {', '.join(has)}, some perhaps in use"
             ) from None
+        self._holders = [self._hold(number) for number in range(config.nodes)]
+
+    def _hold(self, number: int) -> Any:
+        """Returns an actor with the GPUs of a reserved node; Ray ends one that nobody refers to."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
         reservation: Any = ray.remote(_Reservation)
-        holders = [
-            reservation.options(
-                num_cpus=0.01,
-                num_gpus=gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
-            ).remote()
-            for bundle in range(config.nodes)
-        ]
-        self._holders = holders  # Ray ends an actor that nobody refers to
-        self._nodes = [await holder.devices.remote() for holder in holders]
+        return reservation.options(
+            num_cpus=0.01,
+            num_gpus=float(self._config.gpus_per_node),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+        ).remote()
+
+    async def _reserved(self, number: int) -> tuple[str, list[str]]:
+        """Returns the id and the GPUs of a reserved node, or of the one that Ray has in its place.
+
+        Raises:
+            ProcessError: The node is gone, and there is no other one in time.
+        """
+        import ray
+
+        config, told = self._config, False
+        try:
+            async with self._renewing, asyncio.timeout(config.start_deadline_s):
+                while True:
+                    try:
+                        found: tuple[str, list[str]] = await self._holders[number].devices.remote()
+                    except ray.exceptions.RayActorError:
+                        if not told:
+                            _log.warning(
+                                "node %d of the run is gone; Ray looks for another", number
+                            )
+                            told = True
+                    else:
+                        return found
+                    # Until Ray has noticed that the node is gone, it places this one there too.
+                    await asyncio.sleep(_HOLD_AGAIN_S)
+                    ray.kill(self._holders[number])
+                    self._holders[number] = self._hold(number)
+        except TimeoutError:
+            raise ProcessError(
+                f"node {number} of launch.nodes={config.nodes} is gone, and the cluster gave no "
+                f"other one with launch.gpus_per_node={config.gpus_per_node} free GPUs within "
+                f"{config.start_deadline_s:g} s (launch.start_deadline_s): add a node"
+            ) from None
 
     def _join(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -357,26 +478,16 @@ class RayLauncher:
             raise ProcessError(
                 f"Ray at {self._config.address or 'this machine'}: {error}"
             ) from None
-        nodes = ray.nodes()  # type: ignore[no-untyped-call]
-        alive = [node for node in nodes if node["Alive"]]
-        if len(alive) == 1:
-            self._host = "127.0.0.1"
-        elif not self._config.allow_plaintext_on_network:
-            ray.shutdown()
-            raise ProcessError(
-                f"the Ray cluster has {len(alive)} hosts, between which tokens and weights would "
-                "travel without TLS: on a trusted network, set "
-                "launch.allow_plaintext_on_network=true"
-            )
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends every process that still runs, and leaves the cluster."""
         import ray
 
-        await asyncio.gather(*(process.stop() for process in self._processes))
+        await asyncio.gather(*(process.stop(last=True) for process in self._processes))
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
         await asyncio.to_thread(ray.shutdown)
+        self._made.close()
 
     async def examine(
         self, *, program: str | None, files: Mapping[Path, str]
@@ -420,26 +531,20 @@ class RayLauncher:
     async def start(self, spec: ProcessSpec) -> RayProcess:
         """See `Launcher.start`."""
         import ray
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        placed: dict[str, Any] = {"num_gpus": spec.gpus}
-        if spec.placement == "spread":
-            placed["scheduling_strategy"] = "SPREAD"
-        elif spec.placement == "driver":
-            node = ray.get_runtime_context().get_node_id()
-            placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-        if spec.devices is not None:
-            node, names = self._nodes[spec.devices.node]
-            shown = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in spec.devices.indices)}
-            spec = replace(spec, devices=None, env={**shown, **spec.env})
-            placed = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        spec, placed = await self._placement(spec)
+        files = {} if self.tls is None else await asyncio.to_thread(self.tls.read)
         actor = _keeper(num_cpus=self._config.cpus_per_process, max_restarts=0, **placed)
-        process = RayProcess(spec.name, actor)
+        process = RayProcess(spec.name, actor, self._directory / f"{spec.name}.log")
         self._processes.append(process)
         try:
             async with asyncio.timeout(self._config.start_deadline_s):
-                await process.start(spec, self._directory, self._host)
-        except TimeoutError:
+                await process.start(spec, self._directory, self._host, files)
+        except BaseException as error:
+            self._processes.remove(process)
+            process.give_up()
+            if not isinstance(error, TimeoutError):
+                raise
             has = ray.cluster_resources()  # type: ignore[no-untyped-call]
             free = ray.available_resources()  # type: ignore[no-untyped-call]
             raise ProcessError(
@@ -448,3 +553,25 @@ class RayLauncher:
                 f"has {has}, of which {free} are free"
             ) from None
         return process
+
+    async def _placement(self, spec: ProcessSpec) -> tuple[ProcessSpec, dict[str, Any]]:
+        """Returns what to run where its GPUs are named, and the options that place it there.
+
+        Raises:
+            ProcessError: Its node is gone, and there is no other one.
+        """
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        if spec.devices is not None:
+            node, names = await self._reserved(spec.devices.node)
+            shown = {"CUDA_VISIBLE_DEVICES": ",".join(names[i] for i in spec.devices.indices)}
+            spec = replace(spec, devices=None, env={**shown, **spec.env})
+            return spec, {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        placed: dict[str, Any] = {"num_gpus": spec.gpus}
+        if spec.placement == "spread":
+            placed["scheduling_strategy"] = "SPREAD"
+        elif spec.placement == "driver":
+            node = ray.get_runtime_context().get_node_id()
+            placed["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+        return spec, placed

@@ -58,8 +58,12 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         assert f"runs on {sys.executable} with 42" in await process.log_tail()
         await process.stop()
         assert await process.wait() < 0
-        while "no log" not in await process.log_tail():
+        while "is gone with its actor on node" not in process.describe_end(await process.wait()):
             pass  # Ray ends the actor in its own time.
+        # The directory of the logs is the driver's too.
+        assert f"runs on {sys.executable} with 42" in await process.log_tail()
+        (tmp_path / "logs" / "child.log").unlink()
+        assert "no log: child: its Ray actor on node" in await process.log_tail()
 
         # An actor that stands still answers nothing; nobody waits for it for ever.
         still = await launcher.start(_spec("still"))
@@ -67,6 +71,7 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         monkeypatch.setattr("treadle.trainer.launch.ray._ANSWER_S", 0.5)
         monkeypatch.setattr("treadle.trainer.launch.ray.KILLED_S", 0.5)
         (actor,) = re.findall(r"child of (\d+)", await still.log_tail())
+        (tmp_path / "logs" / "still.log").unlink()
         os.kill(int(actor), signal.SIGSTOP)
         try:
             assert "Ray actor gave no answer for 0.5 s" in await still.log_tail()
@@ -135,7 +140,6 @@ async def test_processes_have_the_gpus_of_their_topology(
             address=cluster.address,
             nodes=2,
             gpus_per_node=3,
-            allow_plaintext_on_network=True,
             start_deadline_s=300.0,
         )
         seen = []

@@ -1,7 +1,8 @@
 """A run that loses a policy rank resumes by itself, up to `launch.max_failures` times.
 
 Invariants: only the loss of a process is answered with another attempt: a rank that was killed or
-whose node is gone, one that stands still, an operation that the others could not finish. What a
+whose node is gone, one that stands still, an operation that the others could not finish, a node
+that takes a process with it while the run starts. What a
 rank raised by itself would be raised again, and what is wrong with the input stays wrong. Losses
 are counted since the latest checkpoint, so a long run survives any number of them, and one that
 gets nowhere ends. Each attempt begins as the same command given again would.
@@ -15,6 +16,7 @@ from typing import TypeVar
 from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import SftConfig
+from treadle.trainer.launch.process import LostProcessError
 from treadle.trainer.policy.group import PolicyError
 
 __all__ = ["loss_notes", "run_resuming", "settings_to_resume"]
@@ -36,6 +38,7 @@ def run_resuming(attempt: Callable[[Sequence[str]], T], *, run_dir: Path, max_fa
 
     Raises:
         PolicyError: A rank was lost too often, or failed by itself.
+        LostProcessError: A process was lost too often while the run started.
         Exception: What else an attempt raises.
     """
     losses: list[str] = []
@@ -43,16 +46,17 @@ def run_resuming(attempt: Callable[[Sequence[str]], T], *, run_dir: Path, max_fa
     while True:
         try:
             return attempt(tuple(losses))
-        except PolicyError as error:
-            if not error.lost or not max_failures:
+        except (LostProcessError, PolicyError) as error:
+            if (isinstance(error, PolicyError) and not error.lost) or not max_failures:
                 raise
             steps = Checkpoints(run_dir / CHECKPOINTS, keep=1).steps()
             latest = max(steps, default=0)
             since = 1 if latest > saved else since + 1
             saved = latest
             if since > max_failures:
+                times = "once" if since == 2 else f"{since - 1} times"
                 error.add_note(
-                    f"The run resumed {since - 1} times without a new checkpoint "
+                    f"The run resumed {times} without a new checkpoint "
                     f"(launch.max_failures={max_failures})"
                 )
                 raise

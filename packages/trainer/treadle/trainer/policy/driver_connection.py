@@ -1,13 +1,15 @@
 """The connection between a rank or loop worker and its driver: the first caller with the run's key.
 
-Invariant: a stranger who connects and says nothing, or something else, delays nobody. Each caller
-is authenticated on a thread of its own; no message is read before it is.
+Invariants: a stranger who connects and says nothing, or something else, delays nobody. Each caller
+is authenticated on a thread of its own; no message is read before it is. In a run on several hosts
+all of it goes through TLS, and both sides show a certificate of the run first.
 """
 
 import argparse
 import faulthandler
 import logging
 import queue
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,26 +26,35 @@ from typing import Any
 
 from treadle.trainer.launch.environment import read_authkey
 from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.trainer.launch.run_tls import RunTls
+from treadle.trainer.launch.tls_connection import TlsConnection, accepted, connected
 
-__all__ = ["accept_driver", "connect_to_rank", "serve_driver"]
+__all__ = ["accept_driver", "connect_to_rank", "serve_driver", "tls_arguments"]
 
 # Callers beyond these are turned away until one of them has answered or left.
 _MAX_CALLERS = 64
 _RETRY_S = 0.1
+_FLUSH_S = 5.0
 
 
-def accept_driver(listener: Listener, key: bytes) -> "Connection[Any, Any]":
+def accept_driver(
+    listener: Listener, key: bytes, tls: RunTls | None = None
+) -> "Connection[Any, Any]":
     """Waits for the driver and returns the connection to it.
 
     Args:
         listener: Without a key of its own, for it would wait for each caller in turn.
         key: Of the run.
+        tls: The run's certificates; None: in plain text.
     """
+    context = None if tls is None else tls.server_context()
     found: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()
     places = threading.BoundedSemaphore(_MAX_CALLERS)
 
     def authenticate(caller: "Connection[Any, Any]") -> None:
         try:
+            if context is not None:
+                caller = accepted(caller, context)
             deliver_challenge(caller, key)
             answer_challenge(caller, key)
         except (AuthenticationError, EOFError, OSError):
@@ -69,7 +80,13 @@ def accept_driver(listener: Listener, key: bytes) -> "Connection[Any, Any]":
 
 
 def connect_to_rank(
-    host: str, port: int, key: bytes, *, deadline_s: float, given_up: threading.Event
+    host: str,
+    port: int,
+    key: bytes,
+    *,
+    deadline_s: float,
+    given_up: threading.Event,
+    tls: RunTls | None = None,
 ) -> "Connection[Any, Any]":
     """Connects the driver to a rank; tries again while strangers hold all of its places.
 
@@ -79,6 +96,7 @@ def connect_to_rank(
         key: Of the run.
         deadline_s: When to stop trying.
         given_up: Set when nobody waits any more, so that the thread ends.
+        tls: The run's certificates; None: in plain text.
 
     Raises:
         AuthenticationError: Somebody else listens there.
@@ -87,10 +105,22 @@ def connect_to_rank(
     end = time.monotonic() + deadline_s
     while True:
         try:
-            return Client((host, port), authkey=key)
+            if tls is None:
+                return Client((host, port), authkey=key)
+            connection = connected(host, port, tls)
+            answer_challenge(connection, key)
+            deliver_challenge(connection, key)
+            return connection
+        except ssl.SSLCertVerificationError as error:
+            raise AuthenticationError(str(error)) from error
         except (EOFError, OSError):
             if time.monotonic() > end or given_up.wait(_RETRY_S):
                 raise
+
+
+def tls_arguments(tls: RunTls | None) -> tuple[str, ...]:
+    """Returns what `serve_driver` must be given so that the driver can connect with `tls`."""
+    return () if tls is None else ("--tls", str(tls.directory))
 
 
 def serve_driver(
@@ -112,6 +142,7 @@ def serve_driver(
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--host", required=True)
     parser.add_argument("--beat_s", type=float, required=True)
+    parser.add_argument("--tls", type=Path)
     parser.add_argument("--parent_pid", type=int, required=True)
     parser.add_argument("--ready_file", type=Path, required=True)
     args = parser.parse_args(argv)
@@ -121,5 +152,9 @@ def serve_driver(
     with Listener((args.host, 0), backlog=64) as listener:
         address: tuple[str, int] = listener.address  # type: ignore[assignment]
         write_ready(args.ready_file, f"{address[0]}:{address[1]}")
-        with accept_driver(listener, read_authkey()) as connection:
-            return 0 if serve(connection, args.host, args.beat_s) else 1
+        tls = None if args.tls is None else RunTls(args.tls)
+        with accept_driver(listener, read_authkey(), tls) as connection:
+            went_well = serve(connection, args.host, args.beat_s)
+        if isinstance(connection, TlsConnection):
+            connection.sent(_FLUSH_S)  # the last answer, before the process ends
+        return 0 if went_well else 1

@@ -2,9 +2,11 @@ import socket
 import threading
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Listener
+from pathlib import Path
 
 import pytest
 
+from treadle.trainer.launch.run_tls import RunTls, run_tls
 from treadle.trainer.policy import driver_connection
 from treadle.trainer.policy.driver_connection import accept_driver, connect_to_rank
 
@@ -14,7 +16,8 @@ _KEY = b"k" * 32
 class _Rank:
     """Accepts its driver on a thread, as the rank's process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: RunTls | None = None) -> None:
+        self._tls = tls
         self.listener = Listener(("127.0.0.1", 0))
         self.address = ("127.0.0.1", int(self.listener.address[1]))
         self.heard: list[object] = []
@@ -22,12 +25,12 @@ class _Rank:
         self._thread.start()
 
     def _run(self) -> None:
-        with self.listener, accept_driver(self.listener, _KEY) as connection:
+        with self.listener, accept_driver(self.listener, _KEY, self._tls) as connection:
             self.heard.append(connection.recv())
 
     def greet(self) -> None:
         with connect_to_rank(
-            *self.address, _KEY, deadline_s=10, given_up=threading.Event()
+            *self.address, _KEY, deadline_s=10, given_up=threading.Event(), tls=self._tls
         ) as driver:
             driver.send("hello")
             self._thread.join(10)
@@ -55,3 +58,16 @@ def test_callers_beyond_the_bound_are_turned_away(monkeypatch: pytest.MonkeyPatc
             late.settimeout(10)
             assert late.recv(4) == b""
     rank.greet()
+
+
+def test_between_hosts_both_sides_show_a_certificate_of_the_run(tmp_path: Path) -> None:
+    with run_tls(tmp_path / "run") as tls, run_tls(tmp_path / "another") as another:
+        rank = _Rank(tls)
+        with socket.create_connection(rank.address):  # says nothing, and delays nobody
+            with socket.create_connection(rank.address) as plain:
+                plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            with pytest.raises(AuthenticationError, match="certificate verify failed"):
+                connect_to_rank(
+                    *rank.address, _KEY, deadline_s=10, given_up=threading.Event(), tls=another
+                )
+            rank.greet()

@@ -26,8 +26,8 @@ from treadle.agent_loop.aio import concurrently
 from treadle.trainer.config.critic import CriticConfig
 from treadle.trainer.config.policy import PolicyConfig
 from treadle.trainer.launch.environment import thread_variables
-from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessSpec, wait_until_ended
+from treadle.trainer.launch.run_tls import RunTls
 from treadle.trainer.launch.topology import Devices
 from treadle.trainer.policy.commands import (
     AUTHKEY_VARIABLE,
@@ -43,7 +43,7 @@ from treadle.trainer.policy.commands import (
     Update,
     UpdateCritic,
 )
-from treadle.trainer.policy.driver_connection import connect_to_rank
+from treadle.trainer.policy.driver_connection import connect_to_rank, tls_arguments
 from treadle.trainer.policy.megatron.prefixes.plan import mode_on
 from treadle.trainer.policy.shards import Frame, assign, encode, to_frames
 from treadle.trainer.policy.signs_of_life import Silence, beat_s
@@ -183,7 +183,11 @@ class PolicyGroup:
             ProcessSpec(
                 name=f"policy-{number}",
                 module="treadle.trainer.policy.rank",
-                args=("--host", "{host}", "--beat_s", str(beat_s(self._config.unresponsive_s))),
+                args=(
+                    *("--host", "{host}"),
+                    *("--beat_s", str(beat_s(self._config.unresponsive_s))),
+                    *tls_arguments(self._launcher.tls),
+                ),
                 env={AUTHKEY_VARIABLE: self._key.hex(), **thread_variables(self._threads)},
                 devices=self._devices[number] if self._devices else None,
                 gpus=self._gpus_per_rank,
@@ -200,7 +204,15 @@ class PolicyGroup:
         """
         deadline_s, given_up = self._start_deadline_s, threading.Event()
         connect = partial(
-            _connect, number, process, host, port, self._key, deadline_s, given_up=given_up
+            _connect,
+            number,
+            process,
+            host,
+            port,
+            self._key,
+            deadline_s,
+            given_up=given_up,
+            tls=self._launcher.tls,
         )
         connecting = asyncio.get_running_loop().run_in_executor(self._pool, connect)
         ended = asyncio.create_task(process.wait(), name=f"end of policy-{number}")
@@ -361,12 +373,14 @@ class PolicyGroup:
                 f"{answer.traceback.rstrip()}",
                 lost=answer.kind == "peer",
             )
-        return await self._lost(number, process)
+        return await self._lost(number, process, f" ({self._ranks[number].process_text})")
 
-    async def _lost(self, number: int, process: Process) -> PolicyError:
+    async def _lost(self, number: int, process: Process, place: str = "") -> PolicyError:
         """Returns how a rank ended that answers no more."""
         status = await wait_until_ended(process, _GRACE_S)
-        ended = describe_exit(status) if status is not None else "closed its connection"
+        ended = f"closed its connection{place}"
+        if status is not None:
+            ended = process.describe_end(status)
         return PolicyError(
             f"policy rank {number} {ended}; its log ends with:\n{await process.log_tail()}",
             lost=True,
@@ -395,8 +409,9 @@ def _connect(
     deadline_s: float,
     *,
     given_up: threading.Event,
+    tls: RunTls | None,
 ) -> _Rank:
-    connection = connect_to_rank(host, port, key, deadline_s=deadline_s, given_up=given_up)
+    connection = connect_to_rank(host, port, key, deadline_s=deadline_s, given_up=given_up, tls=tls)
     sign = connection.recv()
     assert isinstance(sign, Alive)
     return _Rank(number, process, connection, sign)

@@ -72,6 +72,7 @@ from treadle.trainer.preflight.process_checks import (
     check_estimator,
     check_launcher,
     check_loggers,
+    check_network,
     check_rows_left,
     check_workers,
 )
@@ -317,6 +318,7 @@ class _Checks:
         with self._check():
             check_workers(config, self._own)
             check_addresses(config)
+            check_network(config)
         check_loggers(config, self._problems)
         check_tracing(config, self._problems)
 

@@ -18,6 +18,7 @@ __all__ = [
     "check_estimator",
     "check_launcher",
     "check_loggers",
+    "check_network",
     "check_rows_left",
 ]
 
@@ -66,10 +67,14 @@ def check_launcher(config: AnyConfig) -> None:
     Raises:
         ConfigError: It is not.
     """
-    if config.launch.kind == "ray" and importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            'launch.kind=ray needs Ray, which is not installed: pip install "treadle-trainer[ray]"'
-        )
+    if config.launch.kind != "ray":
+        return
+    for module, name in (("ray", "Ray"), ("cryptography", "cryptography")):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigError(
+                f"launch.kind=ray needs {name}, which is not installed: "
+                'pip install "treadle-trainer[ray]"'
+            )
 
 
 def check_workers(config: Config, own: OwnCode) -> None:
@@ -116,6 +121,32 @@ def check_addresses(config: Config) -> None:
                 f"sync.transport=shared_memory is for servers on this host, {socket.gethostname()},"
                 f" and rollout.addresses has {address}: set sync.transport=inline, or collective"
             )
+
+
+def check_network(config: Config) -> None:
+    """Rejects what would travel in plain text between the hosts of a Ray cluster.
+
+    Raises:
+        ConfigError: The servers of someone else have no certificate that the run's could go with,
+            or weights are to go through a collective group.
+    """
+    launch, rollout = config.launch, config.rollout
+    if launch.kind != "ray" or launch.address is None or launch.allow_plaintext_on_network:
+        return
+    trusted = "on a trusted network, set launch.allow_plaintext_on_network=true"
+    listens = rollout.num_replicas or config.agent.num_workers
+    if rollout.addresses and listens and rollout.tls_certificate is None:
+        raise ConfigError(
+            f"launch.address={launch.address}: the run's servers and router listen on the network, "
+            f"and the certificates that it makes are not those of rollout.addresses="
+            f"{list(rollout.addresses)}: set rollout.tls_certificate, tls_key, tls_roots and "
+            f"token_file for all of them; or {trusted}"
+        )
+    if config.sync.transport.kind == "collective":
+        raise ConfigError(
+            f"launch.address={launch.address} and sync.transport=collective: NCCL and gloo do not "
+            f"encrypt the weights between hosts: {trusted}, or take sync.transport=inline"
+        )
 
 
 def check_loggers(config: AnyConfig, problems: Problems) -> None:

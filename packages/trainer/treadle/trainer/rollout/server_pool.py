@@ -34,7 +34,6 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, GetServerInfoResponse
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import Launcher, Process, ProcessError
 from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.rollout.server_process import server_spec
@@ -888,7 +887,7 @@ class ServerPool:
 
 
 async def _end_of(process: Process) -> str:
-    return describe_exit(await process.wait())
+    return process.describe_end(await process.wait())
 
 
 def _succeeded(task: "asyncio.Task[Server]") -> bool:

@@ -17,6 +17,7 @@ from treadle.agent_loop.rpc import ChannelSecurity, Requirements
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, SERVER_STATE_SERVING
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.rollout.server_pool import (
     NoServerLeftError,
@@ -49,6 +50,9 @@ class _Process:
     async def wait(self) -> int:
         return await asyncio.shield(self.status)
 
+    def describe_end(self, status: int) -> str:
+        return describe_exit(status)
+
     async def log_tail(self, lines: int = 20) -> str:
         return "its last words"
 
@@ -61,6 +65,7 @@ class _Launcher:
     may_serve: asyncio.Event = field(default_factory=asyncio.Event)
     processes: dict[str, _Process] = field(default_factory=dict)
     fail: bool = False
+    tls: None = None
 
     async def start(self, spec: ProcessSpec) -> _Process:
         process = _Process(spec.name, 1 + len(self.processes), self.may_serve, self.fail)

@@ -86,6 +86,7 @@ def server_spec(
         env=thread_variables(_threads(config.rollout)),
         devices=devices,
         gpus=getattr(config.launch, "gpus_per_replica", 0.0),
+        placement="spread",
     )
 
 

@@ -2,10 +2,10 @@
 
 Invariants: servers that a run starts take calls from this run only, also on loopback, unless the
 user opened them to the network. Only file names travel between the run's processes. Each process
-reads the secrets itself, so the files must be on every node.
+reads the secrets itself, so the files must be on every node. Those that the run makes are brought
+there by its launcher.
 """
 
-import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from treadle.trainer.config.schema import Config, RolloutConfig
+from treadle.trainer.launch.run_tls import SERVER_NAME, RunTls, write_private
 
 if TYPE_CHECKING:
     from treadle.agent_loop.rpc import ChannelSecurity
 
-__all__ = ["TOKEN_FILE", "ServerSecurity", "needs_own_token", "with_own_token"]
+__all__ = ["TOKEN_FILE", "ServerSecurity", "needs_own_token", "with_own_secrets"]
 
 TOKEN_FILE = "server_token"
 """Name of the file in the run directory with the token of a run's servers, while it runs."""
@@ -31,11 +32,13 @@ class ServerSecurity:
     Attributes:
         tls: Whether the servers use TLS.
         roots: PEM certificates that verify the servers'; None: the system's.
+        server_name: The name in the servers' certificate; None: that of their host.
         token: File with the token; None: no token.
     """
 
     tls: bool = False
     roots: Path | None = None
+    server_name: str | None = None
     token: Path | None = None
 
     @classmethod
@@ -44,6 +47,7 @@ class ServerSecurity:
         return cls(
             tls=config.tls_certificate is not None or config.tls_roots is not None,
             roots=config.tls_roots,
+            server_name=config.tls_server_name,
             token=config.token_file,
         )
 
@@ -58,12 +62,13 @@ class ServerSecurity:
         return ChannelSecurity(
             tls=self.tls,
             root_certificates=None if self.roots is None else self.roots.read_bytes(),
+            server_name=self.server_name,
             token=None if self.token is None else self.token.read_text().strip(),
         )
 
 
 def needs_own_token(config: Config) -> bool:
-    """Returns whether `with_own_token` gives the run's servers a token."""
+    """Returns whether `with_own_secrets` gives the run's servers a token."""
     rollout = config.rollout
     secured = rollout.token_file is not None or rollout.tls_certificate is not None
     secured |= bool(rollout.addresses)  # they do not know it
@@ -71,26 +76,43 @@ def needs_own_token(config: Config) -> bool:
 
 
 @contextmanager
-def with_own_token(config: Config, run_dir: Path) -> Iterator[Config]:
-    """Yields the configuration with a token of the run's own; afterwards its file is gone.
+def with_own_secrets(config: Config, run_dir: Path, tls: RunTls | None) -> Iterator[Config]:
+    """Yields the configuration with what secures the run's servers; afterwards the token is gone.
 
-    Without one, any user of this machine could sample from the servers and change their weights.
-    A configuration that secures its servers itself, or opens them to the network without TLS, is
+    Without a token, any user of this machine could sample from the servers and change their
+    weights. On several hosts, servers that have no certificate of the user's get the run's. A
+    configuration that secures its servers itself, or opens them to the network without TLS, is
     yielded as it is.
 
     Args:
         config: Of the run.
         run_dir: Exists; the token's file there can be read by the present user only.
+        tls: The run's certificates, as the launcher has them. The token's file is then beside them,
+            so that it comes to every node with them.
     """
-    if not needs_own_token(config):
+    update: dict[str, object] = {}
+    if tls is not None and _has_no_tls(config.rollout):
+        update = {
+            "tls_certificate": tls.certificate,
+            "tls_key": tls.key,
+            "tls_roots": tls.roots,
+            "tls_server_name": SERVER_NAME,
+        }
+    path = (run_dir.resolve() if tls is None else tls.directory) / TOKEN_FILE
+    if needs_own_token(config):
+        path.unlink(missing_ok=True)  # of a run that was killed
+        write_private(path, secrets.token_urlsafe(32).encode())
+        update["token_file"] = path
+    if not update:
         yield config
         return
-    path = run_dir.resolve() / TOKEN_FILE
-    path.unlink(missing_ok=True)  # of a run that was killed
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(secrets.token_urlsafe(32))
     try:
-        own = config.rollout.model_copy(update={"token_file": path})
-        yield config.model_copy(update={"rollout": own})
+        yield config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
     finally:
-        path.unlink(missing_ok=True)
+        if "token_file" in update:
+            path.unlink(missing_ok=True)
+
+
+def _has_no_tls(rollout: RolloutConfig) -> bool:
+    given = rollout.tls_certificate is not None or rollout.tls_roots is not None
+    return not given and not rollout.addresses  # those have other certificates, or none

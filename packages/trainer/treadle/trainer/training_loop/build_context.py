@@ -43,7 +43,7 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
-from treadle.trainer.rollout.server_security import ServerSecurity, with_own_token
+from treadle.trainer.rollout.server_security import ServerSecurity, with_own_secrets
 from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.time_shares.servers import ServerShares
@@ -96,7 +96,7 @@ async def build_context(
             await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
-        secured = stack.enter_context(with_own_token(config, run_dir))
+        secured = stack.enter_context(with_own_secrets(config, run_dir, launcher.tls))
         policy = _policy(config, launcher, threads=plan.policy_threads)
         publisher = WeightPublisher(
             policy,

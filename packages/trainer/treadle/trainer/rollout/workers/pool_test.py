@@ -28,6 +28,7 @@ from treadle.agent_loop import (
 from treadle.agent_loop.rpc import Requirements
 from treadle.tracing import FinishedSpan, MemorySink, use_attributes, use_sink
 from treadle.trainer.config.load import load_config
+from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
@@ -98,6 +99,9 @@ class Program:
     async def wait(self) -> int:
         await self.dead.wait()
         return -signal.SIGKILL
+
+    def describe_end(self, status: int) -> str:
+        return describe_exit(status)
 
     async def log_tail(self, lines: int = 20) -> str:
         return f"the last line of {self.name}"
@@ -182,6 +186,7 @@ class Machine:
     refusals: list[str | None] = field(default_factory=list)
     programs: list[Program] = field(default_factory=list)
     started: "asyncio.Queue[Program]" = field(default_factory=asyncio.Queue)
+    tls: None = None
 
     async def start(self, spec: ProcessSpec) -> Program:
         refusal = self.refusals.pop(0) if self.refusals else None

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from treadle.agent_loop import ReplicaUnavailableError
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import (
     Launcher,
     Process,
@@ -173,7 +172,7 @@ class RunRouter:
                     changed.cancel()
                 self._changed.clear()
                 if ended.done():
-                    ended = await self._replace(describe_exit(ended.result()))
+                    ended = await self._replace(self._process.describe_end(ended.result()))
                     answered = clock()
                     continue
                 try:

@@ -10,7 +10,6 @@ from functools import partial
 from multiprocessing import AuthenticationError
 
 from treadle.trainer.launch.environment import thread_variables
-from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import (
     Launcher,
     Process,
@@ -19,7 +18,7 @@ from treadle.trainer.launch.process import (
     wait_until_ended,
 )
 from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
-from treadle.trainer.policy.driver_connection import connect_to_rank
+from treadle.trainer.policy.driver_connection import connect_to_rank, tls_arguments
 from treadle.trainer.policy.signs_of_life import beat_s
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
@@ -79,7 +78,7 @@ class LoopWorker:
         """Returns how it ended, for a message, with the last lines of its log."""
         status = await wait_until_ended(self.process, _EXIT_S)
         if status is not None:
-            problem = describe_exit(status)
+            problem = self.process.describe_end(status)
         tail = await self.process.log_tail(10)
         ended = problem or "closed its connection"
         return f"loop worker {self.name} ({self.place}) {ended}; its log ends with:\n{tail}"
@@ -125,7 +124,11 @@ async def start_worker(
         ProcessSpec(
             name=process_name,
             module="treadle.trainer.rollout.workers.worker",
-            args=("--host", "{host}", "--beat_s", str(beat_s(setup.config.rollout.unresponsive_s))),
+            args=(
+                *("--host", "{host}"),
+                *("--beat_s", str(beat_s(setup.config.rollout.unresponsive_s))),
+                *tls_arguments(launcher.tls),
+            ),
             env={AUTHKEY_VARIABLE: key.hex(), **thread_variables(1)},
             placement="spread",
         )
@@ -172,6 +175,7 @@ async def start_worker(
                         key,
                         deadline_s=deadline_s,
                         given_up=given_up,
+                        tls=launcher.tls,
                     )
                 )
             finally:
