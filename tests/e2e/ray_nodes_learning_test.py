@@ -1,0 +1,137 @@
+"""Runs on several Ray nodes, which are processes of this machine with addresses of their own.
+
+Their network is loopback, so what is shown of it is who is let in and where processes are placed.
+"""
+
+import contextlib
+import json
+import re
+import signal
+import socket
+import ssl
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+
+from .testing import StartTrainer, Trainer
+
+pytestmark = pytest.mark.timeout(900)
+
+_UNVALIDATED = ("schedule.val_every=null", "schedule.val_before_train=false")
+_STORE = 80 << 20
+
+
+@contextlib.contextmanager
+def _cluster(*, head_cpus: int) -> Iterator[Cluster]:
+    """A cluster whose head, on which the driver is, has room for some processes."""
+    small: dict[str, Any] = {"num_cpus": head_cpus, "object_store_memory": _STORE}
+    cluster = Cluster(initialize_head=True, head_node_args={**small, "include_dashboard": False})
+    try:
+        yield cluster
+    finally:
+        cluster.shutdown()  # type: ignore[no-untyped-call]
+
+
+class _Nodes:
+    """Nodes of a cluster beside its head, by address."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._by_address: dict[str, Any] = {}
+
+    def add(self, *, cpus: int) -> str:
+        """Adds a node with room for some processes; returns its address."""
+        address = f"127.0.0.{2 + len(self._by_address)}"
+        self._by_address[address] = self._cluster.add_node(
+            num_cpus=cpus, object_store_memory=_STORE, node_ip_address=address
+        )
+        return address
+
+    def kill(self, address: str) -> None:
+        """Kills everything on a node, as a power cut does."""
+        self._cluster.remove_node(self._by_address[address], allow_graceful=False)
+
+
+def _address_of(trainer: Trainer, name: str) -> tuple[str, int]:
+    ready = json.loads((trainer.run_dir / "logs" / f"{name}.ready").read_text())
+    host, _, port = ready["address"].rpartition(":")
+    return host, int(port)
+
+
+def _speaks_tls(address: tuple[str, int]) -> bool:
+    """Whether a server shakes hands; its certificate is of an authority that nobody here knows."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with socket.create_connection(address, timeout=60) as plain:
+        try:
+            context.wrap_socket(plain, server_hostname="run.treadle.internal").close()
+        except ssl.SSLCertVerificationError:
+            return True
+    return False
+
+
+def _curve(trainer: Trainer, steps: int) -> list[tuple[float, ...]]:
+    names = ("step", "reward/mean", "tokens/sampled")
+    return [tuple(line[name] for name in names) for line in trainer.metrics() if line["step"]][
+        :steps
+    ]
+
+
+def test_a_node_takes_a_server_and_another_one_the_policy(start_trainer: StartTrainer) -> None:
+    with _cluster(head_cpus=0) as cluster:
+        nodes = _Nodes(cluster)
+        for _ in range(3):
+            nodes.add(cpus=1)  # room for one process
+        trainer = start_trainer(
+            *_UNVALIDATED,
+            "schedule.total_steps=1000",
+            "schedule.save_every=2",
+            "rollout.num_replicas=2",
+            "launch=ray",
+            f"launch.address={cluster.address}",
+            "launch.max_failures=1",
+        )
+        trainer.read_until(" 2/1000")
+        at = {name: _address_of(trainer, name) for name in ("policy-0", "rollout-0", "rollout-1")}
+        assert len({host for host, _ in at.values()}) == 3
+        assert all(_speaks_tls(address) for address in at.values())
+        secrets = trainer.run_dir / "tls"
+        assert {path.stat().st_mode & 0o777 for path in secrets.iterdir()} == {0o600}
+
+        spare = nodes.add(cpus=2)
+        nodes.kill(at["rollout-0"][0])
+        lost = trainer.read_until("rollout server lost: rollout-0")
+        assert f"is gone with its actor on node {at['rollout-0'][0]}" in lost
+        trainer.read_until("started again: rollout-0")
+        assert _address_of(trainer, "rollout-0-restart-1")[0] == spare
+
+        nodes.kill(at["policy-0"][0])
+        note = trainer.read_until("the run resumed by itself, after policy rank 0")
+        (step,) = map(int, re.findall(r"step (\d+):", note))
+        trainer.read_until(f" {step + 1}/1000")
+        assert {_address_of(trainer, name)[0] for name in at} == {spare, at["rollout-1"][0]}
+        trainer.process.send_signal(signal.SIGINT)
+        assert trainer.wait() == 130, trainer.output
+        assert not secrets.exists()
+    logs = "".join(path.read_text() for path in (trainer.run_dir / "logs").glob("*.log"))
+    assert "PRIVATE KEY" not in logs
+    whole = start_trainer(*_UNVALIDATED, f"schedule.total_steps={step + 1}", name="whole")
+    assert whole.wait() == 0, whole.output
+    assert _curve(trainer, step + 1) == _curve(whole, step + 1)
+
+
+def test_loop_workers_and_their_router_are_encrypted_too(start_trainer: StartTrainer) -> None:
+    with _cluster(head_cpus=8) as cluster:
+        trainer = start_trainer(
+            *_UNVALIDATED,
+            "schedule.total_steps=1000",
+            "launch=ray",
+            f"launch.address={cluster.address}",
+            "agent.num_workers=1",
+        )
+        trainer.read_until(" 1/1000")
+        for name in ("worker-0", "router", "rollout-0", "policy-0"):
+            assert _speaks_tls(_address_of(trainer, name)), name
+        trainer.process.send_signal(signal.SIGINT)
+        assert trainer.wait() == 130, trainer.output
