@@ -25,6 +25,7 @@ class _FromCommandLine(RemoteContract):
         self.draws = settings.draws
         self.places = settings.places
         self.caches_prefixes = settings.caches_prefixes
+        self.logprob_tolerance = max(self.logprob_tolerance, settings.tolerance)
         yield
 
 

@@ -8,6 +8,7 @@ Needs torch and transformers, so it is imported only where they are needed.
 
 import functools
 import io
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,35 @@ class Reference:
             )
         return tuple(found[0, len(prompt) :].tolist())
 
-    def logprobs(
-        self, prompt: Sequence[int], completion: Sequence[int], sampling: Sampling
-    ) -> list[float]:
-        """Returns the log-prob of each completion token under its sampling distribution."""
+    def shortfall(self, prompt: Sequence[int], completion: Sequence[int]) -> float:
+        """Returns by how many nats a completion token is less likely than the likeliest, at most.
+
+        It is 0 for greedy tokens.
+        """
         ids = (*prompt, *completion)
-        return _of_each(self.logits(ids[:-1], start=len(prompt) - 1), ids, len(prompt), sampling)
+        logp = self.logits(ids[:-1], start=len(prompt) - 1).log_softmax(-1)
+        taken = logp.gather(-1, torch.tensor(completion)[:, None])[:, 0]
+        return float((logp.amax(-1) - taken).max())
+
+    def logprobs(
+        self,
+        prompt: Sequence[int],
+        completion: Sequence[int],
+        sampling: Sampling,
+        *,
+        slack: float = 0.0,
+    ) -> list[float]:
+        """Returns the log-prob of each completion token under its sampling distribution.
+
+        Args:
+            prompt: Token ids of the prompt.
+            completion: The sampled token ids.
+            sampling: The sampling parameters.
+            slack: As of `distribution`.
+        """
+        ids = (*prompt, *completion)
+        logits_TV = self.logits(ids[:-1], start=len(prompt) - 1)
+        return _of_each(logits_TV, ids, len(prompt), sampling, slack)
 
     def continued_logprobs(
         self,
@@ -163,14 +187,19 @@ def vision_reference(directory: Path) -> VisionReference:
     return VisionReference(directory)
 
 
-def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling) -> torch.Tensor:
+def distribution(
+    logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling, slack: float = 0.0
+) -> torch.Tensor:
     """Returns the log-probs of all ids, ``[V]``; minus infinity for ids that a filter drops.
 
     Args:
         logits_V: The model's logits.
         seen: Ids of the prompt and of the completion so far.
         sampling: Sampling parameters with a temperature above 0.
+        slack: By how many nats a filter may misjudge an id and keep it. Above 0, only which ids are
+            dropped has a meaning.
     """
+    loose = math.exp(-slack)
     scores = logits_V.clone()
     for token_id in set(seen):
         score = scores[token_id]
@@ -178,22 +207,26 @@ def distribution(logits_V: torch.Tensor, seen: Sequence[int], sampling: Sampling
         scores[token_id] = score / penalty if score > 0 else score * penalty
     probabilities = torch.softmax(scores / sampling.temperature, 0)
     if sampling.top_k is not None and sampling.top_k < len(probabilities):
-        keep = probabilities.topk(sampling.top_k).indices
-        probabilities = torch.zeros_like(probabilities).index_copy(0, keep, probabilities[keep])
+        least = probabilities.topk(sampling.top_k).values[-1]
+        probabilities[probabilities < least * loose] = 0.0
     probabilities = probabilities / probabilities.sum()
     likeliest = probabilities.sort(descending=True)
     before = likeliest.values.cumsum(0) - likeliest.values
-    dropped = likeliest.indices[before >= sampling.top_p]
+    dropped = likeliest.indices[before * loose >= sampling.top_p]
     probabilities[dropped] = 0.0
-    probabilities[probabilities < sampling.min_p * probabilities.max()] = 0.0
+    probabilities[probabilities < sampling.min_p * probabilities.max() * loose] = 0.0
     return (probabilities / probabilities.sum()).log()
 
 
 def _of_each(
-    logits_TV: torch.Tensor, ids: Sequence[int], place: int, sampling: Sampling
+    logits_TV: torch.Tensor,
+    ids: Sequence[int],
+    place: int,
+    sampling: Sampling,
+    slack: float = 0.0,
 ) -> list[float]:
     """Returns the log-probs of ``ids[place:]``, given one row of logits per id."""
     return [
-        float(distribution(row_V, ids[: place + index], sampling)[ids[place + index]])
+        float(distribution(row_V, ids[: place + index], sampling, slack)[ids[place + index]])
         for index, row_V in enumerate(logits_TV)
     ]

@@ -30,6 +30,26 @@ def test_filters(sampling: dict[str, float], probabilities: list[float]) -> None
     assert found.exp().tolist() == pytest.approx(probabilities)
 
 
+@pytest.mark.parametrize(
+    ("sampling", "kept"),
+    [
+        ({"top_k": 2}, [True, True, False, False]),
+        ({"top_p": 0.65}, [True, True, False, False]),
+        ({"min_p": 0.6}, [True, True, False, False]),
+        # 0.2 is below 0.51 of 0.4, by 2 percent.
+        ({"min_p": 0.51}, [True, True, True, False]),
+        # What two ids reach, 0.7, may be taken for less than 0.65, and 0.9 may not.
+        ({"top_p": 0.65, "slack": 0.1}, [True, True, True, False]),
+        ({"top_k": 2, "slack": 0.42}, [True, True, True, False]),
+    ],
+)
+def test_slack_keeps_what_is_at_the_edge(sampling: dict[str, float], kept: list[bool]) -> None:
+    given = {"slack": 0.03, **sampling}
+    slack = given.pop("slack")
+    found = distribution(LOGITS, (), Sampling(max_tokens=1, **given), slack)  # type: ignore[arg-type]
+    assert found.isfinite().tolist() == kept
+
+
 def test_a_penalty_makes_what_was_seen_less_likely_whatever_its_sign() -> None:
     logits = torch.tensor([2.0, -2.0, 0.5], dtype=torch.float64)
     sampling = Sampling(max_tokens=1, repetition_penalty=2.0)

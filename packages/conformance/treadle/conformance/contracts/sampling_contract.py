@@ -22,6 +22,8 @@ from treadle.conformance.contracts.reader import (
 from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason, Tag, TaggedText
 from treadle.rollout_server.errors import RolloutServerError
 
+_COARSE_NATS = 1e-2
+"""A tolerance from here on is that of logits in bfloat16, of which several may be the largest."""
 _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "top_k": 4},
     {"temperature": 0.5},
@@ -241,6 +243,8 @@ class SamplingContract(ContractBase):
         assert 1 < len({output.token_ids for output in outputs}) <= 3
 
     async def test_top_k_of_one_is_greedy(self) -> None:
+        exact = self.logprob_tolerance < _COARSE_NATS
+        skip_unless(exact, "several ids may be the likeliest where logits are rounded")
         async with self.engine() as engine:
             greedy = await run(engine, request())
             narrow = await run(engine, request(temperature=1.0, top_k=1, seed=1))
