@@ -6,6 +6,7 @@ model has the demo's size and random weights. Every completion has the same numb
 favours `generate`: it never waits for a straggler.
 
     python benchmarks/engine_throughput.py [--rounds 3] [--threads 2] [--sequences 64]
+        [--device cuda --dtype bfloat16]
 
 `generate` runs each turn as one left-padded batch with its own cache, the engine as
 concurrent requests. They take turns, so a noisy machine affects both. The output is the median and
@@ -85,8 +86,10 @@ def run_generate(model: Any, prompts: list[list[int]]) -> int:
     sampled = 0
     for turn in range(2):
         longest = max(map(len, prompts))
-        ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
+        rows = [[0] * (longest - len(p)) + p for p in prompts]
+        ids = torch.tensor(rows, device=model.device)
+        shown = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+        mask = torch.tensor(shown, device=model.device)
         with torch.inference_mode():
             out = model.generate(
                 ids,
@@ -142,9 +145,13 @@ def spread(values: Sequence[float], form: str = "{:,.0f}") -> str:
 async def measure(path: Path, args: argparse.Namespace) -> dict[str, object]:
     """Runs the rounds; returns the report."""
     auto: Any = AutoModelForCausalLM
-    model: Any = auto.from_pretrained(path, attn_implementation="sdpa").eval()
+    dtype = ElementType(args.dtype)
+    model: Any = auto.from_pretrained(
+        path, attn_implementation="sdpa", dtype=getattr(torch, args.dtype)
+    )
+    model = model.to(args.device).eval()
     engine = await TorchEngine.load(
-        ModelSource(path=path, dtype=ElementType.FLOAT32, device="cpu"),
+        ModelSource(path=path, dtype=dtype, device=args.device),
         max_num_seqs=args.sequences,
         prefix_cache_bytes=512 << 20,
         num_threads=args.threads,
@@ -193,6 +200,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=64)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="of both sides")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -7,11 +7,14 @@ that a busy machine slows all of them alike, and the ratio is taken within each 
 
     ./pants run benchmarks/train_step.py -- --model tiny --rounds 7
     ./pants run benchmarks/train_step.py -- --model small --num_sequences 16 --spread 0.75
+
+Where torch has CUDA, all sides compute on the GPU, as the policy does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import statistics
 import tempfile
@@ -25,6 +28,7 @@ import transformers
 
 from treadle.trainer.algorithms.losses import ClippedSurrogate
 from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
+from treadle.trainer.policy.megatron import device
 from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.policy.types import TrainSequence
 
@@ -71,8 +75,13 @@ def make_batch(count: int, longest: int, spread: float, vocab: int) -> list[Trai
 class TransformersTrainer:
     """The same step without Megatron."""
 
-    def __init__(self, folder: Path, batch: Sequence[TrainSequence]) -> None:
-        self._model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    def __init__(
+        self, folder: Path, batch: Sequence[TrainSequence], dtype: str = "float32"
+    ) -> None:
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=getattr(torch, dtype)
+        )
+        self._model = model.to(device.device()).train()
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=LR, weight_decay=0.01)
         self._rows = [self._padded([sequence]) for sequence in batch]
         self._all = self._padded(batch)
@@ -104,13 +113,15 @@ class TransformersTrainer:
             ids[row, : len(s.ids)] = torch.tensor(s.ids)
             masked = torch.tensor(s.advantages) * torch.tensor(s.loss_mask)
             advantages[row, : len(s.ids)] = masked
-        return ids, advantages
+        return ids.to(device.device()), advantages.to(device.device())
 
 
 def seconds(step: Callable[[], object]) -> float:
-    """Wall time of one step."""
+    """Wall time of one step, until the device has computed it."""
     began = time.perf_counter()
     step()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return time.perf_counter() - began
 
 
@@ -124,6 +135,8 @@ def main() -> None:
     parser.add_argument("--micro_batch_tokens", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--json", type=Path, help="also write the rounds here")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -136,11 +149,13 @@ def main() -> None:
         num_parameters = sum(p.numel() for p in model.parameters())
         ours = MegatronPolicy(
             PolicyConfig(
-                optimizer=OptimizerConfig(lr=LR), micro_batch_tokens=args.micro_batch_tokens
+                optimizer=OptimizerConfig(lr=LR),
+                micro_batch_tokens=args.micro_batch_tokens,
+                dtype=args.dtype,
             ),
             Path(name),
         )
-        theirs = TransformersTrainer(Path(name), batch)
+        theirs = TransformersTrainer(Path(name), batch, args.dtype)
     loss = ClippedSurrogate()
     sides: dict[str, Callable[[], object]] = {
         "treadle, packed": lambda: ours.train_step(batch, loss),
@@ -164,6 +179,9 @@ def main() -> None:
             f"{tokens / min(times):.0f}); treadle is x{statistics.median(ratios):.2f} "
             f"[{ratios[0]:.2f} .. {ratios[-1]:.2f}]"
         )
+    if args.json is not None:
+        rates = {side: [tokens / each[side] for each in rounds] for side in sides}
+        args.json.write_text(json.dumps({"tokens_per_s": rates}, indent=1) + "\n")
     ours.close()
 
 
