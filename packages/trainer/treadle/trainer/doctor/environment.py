@@ -191,6 +191,15 @@ def check_build(found: Probed, num_gpus: int) -> Iterator[Finding]:
             "install the CUDA build of torch: TREADLE_TORCH=cuda with pants, or 3rdparty/python/"
             "default-cuda.lock.txt",
         )
+    elif found.cuda_build is not None and not found.cuda_devices and not num_gpus:
+        yield warn(
+            "torch build",
+            f"{build}, no GPU",
+            "neither torch nor nvidia-smi finds a driver with a GPU here: policy and torch engine "
+            "compute on the CPU",
+            "where there is a GPU, install NVIDIA's driver, or give the container the GPUs (docker "
+            "run --gpus all); where there is none, torch's CPU build does the same in 5 GB less",
+        )
     else:
         yield ok("torch build", f"{build}, {found.cuda_devices} GPUs usable")
 

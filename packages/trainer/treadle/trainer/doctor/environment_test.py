@@ -112,7 +112,7 @@ def test_a_module_that_kills_its_process_is_named_and_what_was_before_it_is_kept
     [
         ("13.0", 1, Level.FAIL, "driver on your system is too old"),
         (None, 1, Level.FAIL, "torch cannot use the GPUs"),
-        ("13.0", 0, Level.OK, ""),
+        ("13.0", 0, Level.WARN, "compute on the CPU"),
         (None, 0, Level.OK, ""),
     ],
 )
