@@ -1,0 +1,62 @@
+"""The process of one check: `python -m gpu.child TABLE NAME CONTEXT ANSWER`.
+
+Writes figures and what was seen to the file ANSWER. The exit status is 0 if the check holds and
+`FAILED` if it does not. Without the file the check crashed.
+"""
+
+import importlib
+import json
+import sys
+import traceback
+from pathlib import Path
+
+from gpu.check import Check, CheckFailed, Context, Figures
+
+FAILED = 3
+
+
+def as_json(context: Context) -> str:
+    """Returns a context as text for `from_json`."""
+    model = None if context.model is None else str(context.model)
+    return json.dumps(
+        {
+            "device": context.device,
+            "num_gpus": context.num_gpus,
+            "folder": str(context.folder),
+            "engines": context.engines,
+            "model": model,
+        }
+    )
+
+
+def from_json(text: str) -> Context:
+    """Returns the context that `as_json` wrote."""
+    said = json.loads(text)
+    return Context(
+        device=said["device"],
+        num_gpus=said["num_gpus"],
+        folder=Path(said["folder"]),
+        engines={name: tuple(words) for name, words in said["engines"].items()},
+        model=None if said["model"] is None else Path(said["model"]),
+    )
+
+
+def main() -> int:
+    """Runs the check that the command line names; returns the exit status."""
+    table, name, context, answer = sys.argv[1:]
+    check: Check = next(c for c in importlib.import_module(table).CHECKS if c.name == name)
+    figures: Figures = {}
+    seen = ""
+    try:
+        figures = check.run(from_json(context))
+    except CheckFailed as error:
+        seen = str(error)
+    except Exception as error:
+        traceback.print_exc()
+        seen = f"{type(error).__name__}: {error}"
+    Path(answer).write_text(json.dumps({"figures": figures, "seen": seen}))
+    return FAILED if seen else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

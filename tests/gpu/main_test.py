@@ -1,0 +1,57 @@
+"""The command, up to checks that a CPU shows within a moment; the others are in `cpu_mode_*`."""
+
+import re
+from pathlib import Path
+
+import pytest
+from gpu.checks import CHECKS
+from gpu.main import main
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
+
+
+def test_checks_come_after_what_they_need() -> None:
+    names = [check.name for check in CHECKS]
+    assert len(set(names)) == len(names)
+    for place, check in enumerate(CHECKS):
+        assert set(check.needs) <= set(names[:place]), check.name
+        # What only some machines can run may not hide what all can.
+        for other in CHECKS[:place]:
+            if other.name in check.needs:
+                assert other.gpus <= check.gpus and other.engine in ("", check.engine), check.name
+
+
+def test_the_page_names_every_check() -> None:
+    named = set(re.findall(r"`(\w+)`", PAGE.read_text()))
+    assert {check.name for check in CHECKS} <= named
+
+
+def test_it_runs_a_check_and_writes_the_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.md"
+    arguments = ["--device", "cpu", "--out", str(out), "--logs", str(tmp_path / "logs")]
+    assert main([*arguments, "--only", "optional_kernels", "run_all_gpus"]) == 0
+    assert "1 hold, 0 fail, 1 skipped" in capsys.readouterr().out
+    text = out.read_text()
+    assert text.startswith("# The checks of GPUs on a CPU: no result about GPUs\n")
+    assert "| optional_kernels | holds |" in text
+    assert "| run_all_gpus | skipped |" in text
+    assert "| driver | none |" in text
+
+
+def test_a_machine_without_gpus_is_no_result(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(SystemExit) as ended:
+        main(["--out", str(tmp_path / "page.md")])
+    assert ended.value.code == 2
+    assert "nvidia-smi lists no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "page.md").exists()
+
+
+def test_an_unknown_check_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--only", "policy"])
+    assert "there is no check policy" in capsys.readouterr().err

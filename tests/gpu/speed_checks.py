@@ -1,0 +1,78 @@
+"""Throughput, by the scripts of `benchmarks/`: each prints its own report into the log."""
+
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from gpu.check import Context, Figures, expect
+
+from treadle.rollout_server.testing.process import HERE
+
+
+def measure_torch_engine(context: Context) -> Figures:
+    """Tokens per second of the torch engine and of transformers' `generate`."""
+    size = ["--sequences", "64" if context.on_gpu else "8", "--rounds", _rounds(context, 5)]
+    device = ["--device", context.device, "--dtype", "bfloat16" if context.on_gpu else "float32"]
+    rates = _benchmark(context, "engine_throughput", *size, *device)["tokens_per_s"]
+    return {f"{side}, tokens/s": statistics.median(rates[side]) for side in sorted(rates)}
+
+
+def measure_training(context: Context) -> Figures:
+    """Tokens per second of a training step, by the policy and by transformers."""
+    size = ["--model", "small", "--num_sequences", "256", "--longest", "1024", "--spread", "0.75"]
+    if not context.on_gpu:
+        size = ["--num_sequences", "4", "--longest", "60"]
+    dtype = ["--dtype", "bfloat16" if context.on_gpu else "float32"]
+    rates = _benchmark(context, "train_step", *size, *dtype, "--rounds", _rounds(context, 5))
+    return {
+        f"{side}, tokens/s": statistics.median(values)
+        for side, values in rates["tokens_per_s"].items()
+    }
+
+
+def measure_server(context: Context, engine: str) -> Figures:
+    """Tokens per second through a server, and of its engine alone."""
+    options = ["--model.dtype", "bfloat16" if context.on_gpu else "float32"]
+    options += ["--model.device", context.device] if engine == "torch" else []
+    # The server and the engine without one are there at the same time.
+    options += ["--model.gpu_memory_utilization", "0.3"] if context.on_gpu else []
+    size = ["--rounds", _rounds(context, 3)]
+    size += [] if context.on_gpu else ["--concurrency", "4", "--tokens", "16"]
+    if context.model is not None:
+        size += ["--model", str(context.model)]
+    command = shlex.join(context.engines.get(engine, HERE))
+    found = _benchmark(
+        context,
+        "engine_server_ratio",
+        *("--engine", engine, "--server_command", command, *size, "--", *options),
+    )["tokens a second"]
+    return {
+        "through the server, tokens/s": statistics.median(found["server"]),
+        "the engine alone, tokens/s": statistics.median(found["in_process"]),
+    }
+
+
+def _rounds(context: Context, count: int) -> str:
+    return str(count if context.on_gpu else 1)
+
+
+def _benchmark(context: Context, name: str, *arguments: str) -> Mapping[str, Any]:
+    """Runs a script with its `--json`; returns what it wrote."""
+    found = importlib.util.find_spec(name)
+    assert found is not None and found.origin is not None, (
+        f"benchmarks/{name}.py is not on the path"
+    )
+    out = context.folder / f"{name}.json"
+    options = ["--json", str(out)]
+    status = subprocess.run(
+        [sys.executable, found.origin, *options, *arguments], env=os.environ, check=False
+    ).returncode
+    expect(status == 0, f"benchmarks/{name}.py ended with status {status}: see its log")
+    said: Mapping[str, Any] = json.loads(out.read_text())
+    return said
