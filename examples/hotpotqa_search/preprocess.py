@@ -46,13 +46,28 @@ def paragraphs(context: object) -> Iterator[tuple[str, str]]:
         yield title, "".join(sentences).strip()
 
 
-def make_row(record: Mapping[str, object], *, split: str, index: int) -> dict[str, object]:
-    """Returns one training row."""
+def make_row(
+    record: Mapping[str, object],
+    *,
+    split: str,
+    index: int,
+    source: str = "hotpotqa/hotpot_qa",
+    system: str = SYSTEM,
+) -> dict[str, object]:
+    """Returns one training row.
+
+    Args:
+        record: Has `question` and `answer`.
+        split: Of the data set, for the row's `extra_info`.
+        index: In the split, likewise.
+        source: The row's `data_source`.
+        system: The system message.
+    """
     return {
-        "data_source": "hotpotqa/hotpot_qa",
+        "data_source": source,
         "agent_name": "tool_agent",
         "prompt": [
-            {"role": "system", "content": SYSTEM},
+            {"role": "system", "content": system},
             {"role": "user", "content": record["question"]},
         ],
         "ability": "qa",

@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from draw_curve import draw
+from draw_curve import draw as draw_curve
+from hotpotqa_search.tiny_questions import draw, published
 
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.report.metrics import Record, read_metrics
@@ -94,10 +96,11 @@ def test_gsm8k_in_a_single_turn_from_the_hubs_files(gsm8k: Path, tmp_path: Path)
 def test_hotpotqa_with_search_from_the_authors_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    paragraphs = [["Rome", ["It has hills.", " Seven."]], ["Oslo", ["It has fjords."]]]
-    question = {"question": "Which hills?", "answer": "seven", "context": paragraphs}
-    (tmp_path / "hotpot.json").write_text(json.dumps([question] * 9))
-    data = tmp_path / "examples" / "hotpotqa_search" / "data"
+    rng = random.Random(0)
+    questions = [draw(rng, start=100 + i, person=200 + i, asks_town=i % 2 == 0) for i in range(9)]
+    records = [published(question, questions[:2]) for question in questions]
+    (tmp_path / "hotpot.json").write_text(json.dumps(records))
+    data = tmp_path / "examples" / "hotpotqa_search" / "data" / "tiny"
     script = EXAMPLES / "hotpotqa_search" / "preprocess.py"
     source = ("--source", str(tmp_path / "hotpot.json"), "--test", "1")
     _python(str(script), *source, "--output", str(data))
@@ -115,7 +118,7 @@ def test_an_agent_on_the_expressions(example: str, tmp_path: Path) -> None:
     """The third, math_expression, learns in langgraph_learning_test."""
     records = _train(tmp_path / "run", [f"{example}/config.yaml"])
     assert all(record["tool/call_rate"] > 0 for record in records)
-    draw(records, tmp_path / "curve.png")
+    draw_curve(records, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").stat().st_size > 0
     if example == "multi_trajectory":  # its model has never seen notes, and rarely succeeds yet
         assert any(record["rollout/samples"] > 1 for record in records)
