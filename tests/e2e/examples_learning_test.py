@@ -124,3 +124,23 @@ def test_an_agent_on_the_expressions(example: str, tmp_path: Path) -> None:
         assert any(record["rollout/samples"] > 1 for record in records)
     else:
         assert any(record["reward/mean"] > 0 for record in records)
+
+
+def test_an_environment_that_makes_its_own_rows(tmp_path: Path) -> None:
+    records = _train(tmp_path / "run", ["environments/tiny.yaml"], "schedule.val_every=null")
+    assert all(record["environment/finished"] >= 0 for record in records)
+
+
+def test_questions_about_drawings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    data, model = tmp_path / "data", tmp_path / "model"
+    sizes = ("--train", "8", "--test", "4")
+    _python("-m", "visual_questions.preprocess", "--output", str(data), *sizes)
+    _python("-m", "visual_questions.make_model", "--out", str(model), "--steps", "2")
+    _train(
+        tmp_path / "run",
+        ["visual_questions/tiny.yaml"],
+        f"model.path={model}",
+        f"data.train_files={data}/train.parquet",
+        f"data.val_files={data}/test.parquet",
+    )
