@@ -110,6 +110,14 @@ def test_gsm8k_with_traces_in_mlflow(project: Project) -> None:
     assert answer.plan["steps"] == "2 (2 epochs)"
     assert answer.plan["loggers"] == "console, jsonl, mlflow"
     assert answer.plan["node 0"] == _FOUR_SERVERS
+    assert set(answer.notes) == {
+        _MULTI_TURN.format(True),
+        *_packed(
+            "actor.ppo_micro_batch_size_per_gpu=32",
+            "rollout.log_prob_micro_batch_size_per_gpu=32",
+            "ref.log_prob_micro_batch_size_per_gpu=32",
+        ),
+    }
 
 
 def test_gsm8k_in_a_single_turn_with_sequence_balancing(project: Project) -> None:
@@ -139,6 +147,17 @@ def test_geometry_with_drawings(project: Project) -> None:
     assert plan["a step"].startswith("512 prompts x 5 samples = 2560 trajectories")
     assert plan["updates a step"].startswith("4 of 640 trajectories")
     assert plan["rollout servers"] == "8 x sglang, 320 completions at a time each, bfloat16"
+    assert set(answer.notes) == {
+        *_packed(
+            "actor.ppo_micro_batch_size_per_gpu=10",
+            "rollout.log_prob_micro_batch_size_per_gpu=20",
+            "ref.log_prob_micro_batch_size_per_gpu=20",
+        ),
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.disable_mm_preprocessor_cache=True has no "
+        "effect: rollout.name is another engine",
+        "actor_rollout_ref.rollout.enable_chunked_prefill=False has no effect: the server decides "
+        "for its engine",
+    }
 
 
 def test_fine_tuning_on_retools_demonstrations(project: Project) -> None:
