@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from draw_curve import draw as draw_curve
-from hotpotqa_search.tiny_questions import draw, published
+from hotpotqa_search.tiny_questions import conversation, draw, published
 
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.report.metrics import Record, read_metrics
@@ -104,10 +104,20 @@ def test_hotpotqa_with_search_from_the_authors_file(
     script = EXAMPLES / "hotpotqa_search" / "preprocess.py"
     source = ("--source", str(tmp_path / "hotpot.json"), "--test", "1")
     _python(str(script), *source, "--output", str(data))
+    rows = [conversation(question, searches=2) for question in questions]
+    (tmp_path / "sft.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    _python(
+        *("-m", "treadle.trainer.main", "sft"),
+        f"--config={EXAMPLES / 'hotpotqa_search' / 'tiny_sft.yaml'}",
+        *(f"data.{split}_files={tmp_path}/sft.jsonl" for split in ("train", "val")),
+        *("data.batch_size=4", "schedule.total_steps=2", "launch.policy_threads=1"),
+        f"run.dir={tmp_path}/tuned",
+    )
     monkeypatch.chdir(tmp_path)  # the catalogue names the corpus from the repository's root
     _train(
         tmp_path / "run",
         ["hotpotqa_search/tiny.yaml"],
+        f"model.path={tmp_path}/tuned",
         f"data.train_files={data}/train.jsonl",
         f"data.val_files={data}/test.jsonl",
     )
