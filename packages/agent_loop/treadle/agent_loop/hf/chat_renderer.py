@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from treadle.agent_loop.errors import PromptTooLongError, RenderError, SetupError, boundary
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
@@ -91,8 +91,9 @@ class HfRenderer:
         if parser is None:
             parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
         self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        self._backend = _backend_of(tokenizer)
         # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
-        self._encode("")
+        self._tokenizer.encode("", add_special_tokens=False)
         self._unread_call = self._find_unread_call()
         added = self._tokenizer.added_tokens_decoder
         self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
@@ -250,11 +251,19 @@ class HfRenderer:
 
     def _encode(self, text: str) -> tuple[int, ...]:
         with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
+            backend = self._backend
+            # The settings may be another user's of the same tokenizer by now.
+            if backend is not None and backend.truncation is None and backend.padding is None:
+                return tuple(backend.encode(text, add_special_tokens=False).ids)
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of ids, including special tokens."""
-        text: str = self._tokenizer.decode(
+        text: str
+        if self._backend is not None:
+            text = self._backend.decode(list(token_ids), skip_special_tokens=False)
+            return text
+        text = self._tokenizer.decode(
             list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
@@ -289,6 +298,19 @@ class HfRenderer:
         written = self.template.probe_call
         names = [name for name in PARSER_NAMES if written and _reads(parser_named(name), written)]
         return f"the parser {' or '.join(names)}" if names else f"none of {', '.join(PARSER_NAMES)}"
+
+
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Returns the library's tokenizer where `encode` and `decode` add nothing to it; else None.
+
+    What they do around each call, mostly for batches, takes longer than a turn's text itself.
+    """
+    for kind in type(tokenizer).__mro__:
+        if kind is PreTrainedTokenizerFast:
+            return tokenizer.backend_tokenizer
+        if not vars(kind).keys().isdisjoint(("encode", "_encode_plus", "decode", "_decode")):
+            return None
+    return None
 
 
 def _load_placeholders(

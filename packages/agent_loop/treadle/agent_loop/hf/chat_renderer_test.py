@@ -266,24 +266,55 @@ def test_a_template_that_raises_is_a_render_error() -> None:
         renderer.extend((0,), [Message(role="user", content="x")] * 2, tools=())
 
 
-def recorded(renderer: HfRenderer, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The lengths of all texts that are encoded from now on."""
     lengths: list[int] = []
-    encode: Any = renderer._tokenizer.encode
+    encode = HfRenderer._encode
 
-    def count(text: str, **options: object) -> object:
+    def count(self: HfRenderer, text: str) -> tuple[int, ...]:
         lengths.append(len(text))
-        return encode(text, **options)
+        return encode(self, text)
 
-    monkeypatch.setattr(renderer._tokenizer, "encode", count)
+    monkeypatch.setattr(HfRenderer, "_encode", count)
     return lengths
+
+
+@given(st.text(max_size=20), st.sampled_from(["", "<|im_end|>", "<|im_start|>user\n"]))
+def test_ids_and_texts_are_those_of_the_tokenizer(text: str, special: str) -> None:
+    tokenizer = SHARED._tokenizer
+    ids = tokenizer.encode(special + text, add_special_tokens=False)
+    assert SHARED.encode(special + text) == tuple(ids)
+    assert SHARED.decode(ids) == tokenizer.decode(
+        ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
+
+
+def test_another_user_of_the_tokenizer_changes_no_ids() -> None:
+    tokenizer = make_tokenizer()
+    renderer = HfRenderer(tokenizer)
+    ids = renderer.encode("user\n")
+    tokenizer(["a", "user\n"], padding="max_length", truncation=True, max_length=3)
+    assert renderer.encode("user\n") == ids
+
+
+def test_a_tokenizer_with_an_encoding_of_its_own_keeps_it() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def encode(self, text: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().encode(text.upper(), *args, **kwargs)
+
+    plain = make_tokenizer()
+    loud = Loud(  # type: ignore[no-untyped-call]
+        tokenizer_object=plain.backend_tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    loud.chat_template = plain.chat_template
+    assert HfRenderer(loud).encode("be") == SHARED.encode("BE")
 
 
 def test_a_text_that_cannot_fit_is_refused_after_its_first_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     renderer = HfRenderer(make_tokenizer())
-    lengths = recorded(renderer, monkeypatch)
+    lengths = recorded(monkeypatch)
     bounded = renderer.bounded(1000)
     pasted = Message(role="user", content="1 " * 500_000)
     said = r"65536 of them are \d+ tokens; 1000 fit"
@@ -299,7 +330,7 @@ def test_a_bound_changes_no_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "assistant\n" * 2000  # many characters per token
     ids = renderer.encode(text)
     assert len(ids) * 4 < len(text)
-    lengths = recorded(renderer, monkeypatch)
+    lengths = recorded(monkeypatch)
     assert renderer.bounded(len(ids)).encode(text) == ids
     assert lengths == [len(text)] * 2  # counted, then encoded
     assert renderer.bounded(len(text)).encode(text) == ids
