@@ -5,6 +5,7 @@ Processes start together; the first failure cancels the rest.
 """
 
 import contextlib
+import gc
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -233,6 +234,11 @@ async def build_context(
                 await context.release_memory()
             await context.sync_weights(checkpoint.step)
         await stack.enter_async_context(control_servers(servers, run_dir))
+        # What lives as long as the run is no garbage: looking through it, again and again while
+        # trajectories come and go, costs a sixth of a turn.
+        gc.collect()
+        gc.freeze()
+        stack.callback(gc.unfreeze)
         yield context
 
 
