@@ -254,7 +254,8 @@ class HfRenderer:
             backend = self._backend
             # The settings may be another user's of the same tokenizer by now.
             if backend is not None and backend.truncation is None and backend.padding is None:
-                return tuple(backend.encode(text, add_special_tokens=False).ids)
+                # As `encode`, but without the places of the tokens, a fifth of its time.
+                return tuple(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int]) -> str:
