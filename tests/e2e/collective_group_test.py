@@ -311,8 +311,6 @@ def test_a_worker_that_cannot_write_ends_the_update_for_all_and_is_named(harness
 def test_a_worker_that_does_not_come_is_named(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Those of other tests may wait for what gloo cannot abort, until the limit of the operation.
-    others = set(receiving_group._detached)
     groups = harness.open("first")
     rank_store = harness.senders[0]._store
     assert rank_store is not None
@@ -365,6 +363,8 @@ def test_a_sender_that_fails_in_its_export_ends_the_update_for_all(harness: Harn
 def test_a_group_that_ends_while_its_members_connect_leaves_no_thread_behind(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Those of other tests may wait for what gloo cannot abort, until the limit of the operation.
+    others = set(receiving_group._detached)
     groups = harness.open("first")
     rank_store = harness.senders[0]._store
     assert rank_store is not None
