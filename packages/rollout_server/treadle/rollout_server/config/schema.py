@@ -148,6 +148,10 @@ class WeightsConfig(_Model):
         description="Maximum size of a chunk in PushWeights.",
     )
     max_lease_s: float = Field(default=3600.0, gt=0, description="Maximum lease of an update.")
+    allow_plaintext_group: bool = Field(
+        default=False,
+        description="Take part in collective groups beyond loopback, which have no TLS.",
+    )
 
 
 class SecurityConfig(_Model):

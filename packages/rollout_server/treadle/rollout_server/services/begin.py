@@ -145,7 +145,7 @@ def _check_rendezvous(text: str, *, loopback_only: bool) -> None:
     if loopback_only and not address.on_loopback:
         expected = (
             "on loopback, since a group has no TLS; in a trusted network start the server with "
-            "--insecure_allow_plaintext_beyond_loopback true"
+            "--weights.allow_plaintext_group true"
         )
         raise InvalidField("collective.rendezvous", repr(text), expected)
 

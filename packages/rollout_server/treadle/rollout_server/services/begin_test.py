@@ -47,7 +47,7 @@ def test_a_group_is_taken_as_it_is() -> None:
         ({"first_rank": 5}, r"first_rank is 5, expected from 2 to 4.*room for 2 workers"),
         ({"senders": [0, 2, 2]}, r"senders is \[0, 2\], expected the 2 ranks from 0 on"),
         ({"senders": [0, 1]}, "senders is 2 values, expected one for each of 3 tensors"),
-        ({"rendezvous": "10.0.0.1:29500"}, "on loopback.*insecure_allow_plaintext"),
+        ({"rendezvous": "10.0.0.1:29500"}, "on loopback.*allow_plaintext_group"),
         ({"rendezvous": "10.0.0.1"}, "expected host:port"),
         ({"group_name": ""}, "group_name is 0 bytes long, expected 1 to 1024"),
         ({"group_name": "é" * 600}, "group_name is 1200 bytes long"),

@@ -38,12 +38,15 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
     ) -> pb.BeginUpdateResponse:
         """Opens an update; with transport `file`, reads its files."""
         replica = self._replica
-        engine = replica.engine
+        engine, config = replica.engine, replica.config
+        plaintext = (
+            config.insecure_allow_plaintext_beyond_loopback or config.weights.allow_plaintext_group
+        )
         begin = decode_begin(
             request,
-            max_lease_s=replica.config.weights.max_lease_s,
+            max_lease_s=config.weights.max_lease_s,
             num_workers=engine.info.num_workers,
-            loopback_only=not replica.config.insecure_allow_plaintext_beyond_loopback,
+            loopback_only=not plaintext,
         )
         collective = isinstance(begin.source, CollectiveGroup)
         if collective and not engine.info.capabilities.collective:

@@ -424,6 +424,9 @@ class CollectiveTransportConfig(Section):
     timeout_s: Annotated[float, Field(gt=0, le=300)] = 60.0
     """Maximum time to wait for all members to join, and for each broadcast. After that the update
     starts again without the servers that are gone."""
+    allow_plaintext: bool = False
+    """Let weights travel between hosts, where the group is not encrypted. What else goes to the
+    servers keeps its TLS."""
 
 
 class DeltaConfig(Section):
@@ -594,8 +597,7 @@ class RayLaunchConfig(_LaunchConfig):
     """GPUs reserved per rollout server."""
     allow_plaintext_on_network: bool = False
     """Leave out TLS and tokens between hosts. Anyone in that network can then use the servers. By
-    default a run with `address` makes certificates for its processes. Collective weight transfer
-    between hosts needs it, because NCCL and gloo do not encrypt."""
+    default a run with `address` makes certificates for its processes."""
 
     @model_validator(mode="after")
     def _gpus_are_counted_once(self) -> Self:

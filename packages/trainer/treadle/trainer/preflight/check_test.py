@@ -16,7 +16,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.main import main
 from treadle.trainer.own_code import NOTHING, collect
 from treadle.trainer.preflight import CheckedRun, check_run
-from treadle.trainer.preflight.process_checks import check_addresses
+from treadle.trainer.preflight.process_checks import check_addresses, check_network
 from treadle.trainer.problems import SeveralProblems
 
 _FEW = ("data.prompts_per_step=2", "data.max_val_rows=2")
@@ -363,3 +363,28 @@ def test_shared_memory_is_refused_for_servers_on_other_hosts() -> None:
     far = load_config([], [*settings, "rollout.addresses=[127.0.0.1:8000,10.0.0.7:8000]"]).config
     with pytest.raises(ConfigError, match=r"rollout.addresses has 10.0.0.7:8000: set sync.tran"):
         check_addresses(far)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (["sync.transport=collective"], "NCCL and gloo do not encrypt the weights between hosts"),
+        (
+            ["rollout.addresses=[10.0.0.7:8000]", "agent.num_workers=1"],
+            "are not those of rollout.addresses=",
+        ),
+    ],
+)
+def test_nothing_travels_in_plain_text_between_hosts_unasked(
+    settings: list[str], says: str
+) -> None:
+    given = ["model.path=/m", "data.train_files=/t.jsonl", "launch=ray", *settings]
+    check_network(load_config([], given).config)  # on this machine alone
+    cluster = [*given, "launch.address=auto"]
+    with pytest.raises(ConfigError, match=says):
+        check_network(load_config([], cluster).config)
+    trusted = "launch.allow_plaintext_on_network=true"
+    check_network(load_config([], [*cluster, trusted]).config)
+    if "sync.transport=collective" in settings:
+        weights_only = "sync.transport.allow_plaintext=true"
+        check_network(load_config([], [*cluster, weights_only]).config)

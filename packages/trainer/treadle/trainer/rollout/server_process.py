@@ -16,7 +16,12 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from treadle.trainer.config.schema import Config, FileTransportConfig, RolloutConfig
+from treadle.trainer.config.schema import (
+    CollectiveTransportConfig,
+    Config,
+    FileTransportConfig,
+    RolloutConfig,
+)
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
 from treadle.trainer.launch.process import ProcessSpec
@@ -181,6 +186,9 @@ def _arguments(config: Config, weights_directory: Path | None) -> Iterator[tuple
     )
     if weights_directory is not None and isinstance(config.sync.transport, FileTransportConfig):
         yield "weights.directory", str(weights_directory)
+    transport = config.sync.transport
+    if isinstance(transport, CollectiveTransportConfig) and transport.allow_plaintext:
+        yield "weights.allow_plaintext_group", "true"
     for option in ("tls_certificate", "tls_key", "token_file"):
         if (path := getattr(rollout, option)) is not None:
             yield f"security.{option}", str(path)
