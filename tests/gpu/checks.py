@@ -79,7 +79,7 @@ def _policies() -> Iterator[Check]:
     )
     yield Check(
         name="policy_offload",
-        shows="With policy.offload, steps are the same bit for bit, and the device is left empty.",
+        shows="With policy.offload, steps are the same, and the device is left empty.",
         run=_late("gpu.policy_checks", "check_offload"),
         needs=("policy_logprobs",),
     )
@@ -107,28 +107,28 @@ def _runs() -> Iterator[Check]:
             name=f"run_{engine}",
             shows=f"A run with {engine} ends, policy and server at once on one GPU; the weights go "
             "through shared memory.",
-            run=_late("gpu.run_checks", "check_together", engine=engine),
+            run=_late("gpu.run_checks", "check_run", kind="together", engine=engine),
             needs=needs,
             engine=_engine(engine),
         )
         yield Check(
             name=f"run_{engine}_in_turn",
             shows=f"A run with {engine} ends, policy and server in turn on one GPU.",
-            run=_late("gpu.run_checks", "check_in_turn", engine=engine),
+            run=_late("gpu.run_checks", "check_run", kind="in_turn", engine=engine),
             needs=(*needs, "policy_offload"),
             engine=_engine(engine),
         )
     yield Check(
         name="run_collective",
         shows="The policy broadcasts its weights over NCCL to a server on another GPU.",
-        run=_late("gpu.run_checks", "check_collective"),
+        run=_late("gpu.run_checks", "check_run", kind="collective"),
         needs=("run_torch",),
         gpus=2,
     )
     yield Check(
         name="run_tensor_parallel",
         shows="Two ranks share the model over NCCL.",
-        run=_late("gpu.run_checks", "check_tensor_parallel"),
+        run=_late("gpu.run_checks", "check_run", kind="tensor_parallel"),
         needs=("run_torch",),
         gpus=2,
     )
@@ -136,7 +136,7 @@ def _runs() -> Iterator[Check]:
         yield Check(
             name=f"run_{engine}_two_gpus",
             shows=f"{engine} shares its model between two GPUs, in turn with two ranks.",
-            run=_late("gpu.run_checks", "check_engine_tensor_parallel", engine=engine),
+            run=_late("gpu.run_checks", "check_run", kind="two_gpus", engine=engine),
             needs=(f"run_{engine}_in_turn",),
             engine=engine,
             gpus=2,
@@ -145,7 +145,7 @@ def _runs() -> Iterator[Check]:
         yield Check(
             name=f"run_{engine}_four_gpus",
             shows=f"Two ranks of one model broadcast over NCCL to {engine} on two other GPUs.",
-            run=_late("gpu.run_checks", "check_four_devices", engine=engine),
+            run=_late("gpu.run_checks", "check_run", kind="four_gpus", engine=engine),
             needs=(f"run_{engine}_two_gpus", "run_collective", "run_tensor_parallel"),
             engine=engine,
             gpus=4,
@@ -154,7 +154,7 @@ def _runs() -> Iterator[Check]:
     yield Check(
         name="run_all_gpus",
         shows="launch.gpus_per_node alone gives policy and servers all GPUs of the machine.",
-        run=_late("gpu.run_checks", "check_all_devices"),
+        run=_late("gpu.run_checks", "check_run", kind="all_gpus"),
         needs=("run_torch",),
         only_gpu=_SEVERAL,
     )

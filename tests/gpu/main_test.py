@@ -4,8 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from gpu.check import Context
 from gpu.checks import CHECKS
 from gpu.main import main
+from gpu.run_checks import KINDS, settings
+
+from treadle.trainer.config.load import load_config
+from treadle.trainer.demo import DEMO
 
 PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
@@ -19,6 +24,26 @@ def test_checks_come_after_what_they_need() -> None:
         for other in CHECKS[:place]:
             if other.name in check.needs:
                 assert other.gpus <= check.gpus and other.engine in ("", check.engine), check.name
+
+
+@pytest.mark.parametrize("num_gpus", [1, 2, 4, 8])
+def test_the_settings_of_runs_are_valid(num_gpus: int, tmp_path: Path) -> None:
+    """Of all those on so many GPUs, which no CPU runs."""
+    context = Context(
+        device="cuda",
+        num_gpus=num_gpus,
+        folder=tmp_path,
+        engines={"vllm": ("server",)},
+        model=None,
+    )
+    needed = {"collective": 2, "tensor_parallel": 2, "two_gpus": 2, "four_gpus": 4}
+    for kind in KINDS:
+        if needed.get(kind, 1) > num_gpus:
+            continue
+        for engine in ("torch", "vllm"):
+            if kind in ("two_gpus", "four_gpus") and engine == "torch":
+                continue  # it has its model on one device
+            load_config([DEMO], settings(context, kind, engine))
 
 
 def test_the_page_names_every_check() -> None:

@@ -108,41 +108,53 @@ def check_offload(context: Context) -> Figures:
     write_model(context.folder / "model", **size)
     batch = sequences()
     everything = OffloadConfig(parameters=True, optimizer=True, reference=True)
-    answers, figures = [], Figures()
-    for offload in (OffloadConfig(), everything):
-        with _policy(context, "bfloat16", offload=offload) as policy:
-            losses = []
-            for _ in range(3):
-                stats = policy.train_step(batch, policy_loss(AlgorithmConfig()))
-                losses.append((stats.loss, stats.grad_norm))
-                policy.release_memory()
-            report = policy.take_offload_report()
-            answers.append(losses)
-            if offload is not everything:
-                continue
-            held = torch.cuda.memory_allocated() if context.on_gpu else 0
-            moved = 3 * report.host_bytes
-            figures = {
-                "freed, MB": report.freed_bytes / 1e6,
-                "kept in host memory, MB": report.host_bytes / 1e6,
-                "left on the device, MB": held / 1e6,
-                "released, s": report.release_s,
-                "restored, s": report.restore_s,
-                "rate of release, GB/s": moved / max(report.release_s, 1e-9) / 1e9,
-            }
-            expect(report.freed_bytes > 0, "nothing left the device")
-            # What stays is small: the context's own memory is not counted by torch.
-            expect(
-                held < report.freed_bytes / 10 + 64e6,
-                f"{held / 1e6:.0f} MB are left on the device, and "
-                f"{report.freed_bytes / 1e6:.0f} MB were freed",
-            )
+    plain, again = (_losses(context, batch) for _ in range(2))
+    with _policy(context, "bfloat16", offload=everything) as policy:
+        offloaded = _steps(policy, batch)
+        report = policy.take_offload_report()
+        held = torch.cuda.memory_allocated() if context.on_gpu else 0
+    # Some kernels of a GPU add in any order: then runs differ without policy.offload too.
+    noise = _distance(plain, again)
     expect(
-        answers[0] == answers[1],
-        f"loss and norm of the gradient are {answers[1]} with policy.offload and {answers[0]} "
-        "without: they are to be equal, bit for bit",
+        _distance(plain, offloaded) <= 2 * noise,
+        f"loss and norm of the gradient are {offloaded} with policy.offload and {plain} without; "
+        f"two runs without it differ by {noise}",
     )
-    return figures
+    expect(report.freed_bytes > 0, "nothing left the device")
+    # What stays is small: the context's own memory is not counted by torch.
+    expect(
+        held < report.freed_bytes / 10 + 64e6,
+        f"{held / 1e6:.0f} MB are left on the device, and {report.freed_bytes / 1e6:.0f} MB were "
+        "freed",
+    )
+    return {
+        "freed, MB": report.freed_bytes / 1e6,
+        "kept in host memory, MB": report.host_bytes / 1e6,
+        "left on the device, MB": held / 1e6,
+        "released, s": report.release_s,
+        "restored, s": report.restore_s,
+        "difference of two runs without offload": noise,
+    }
+
+
+def _losses(context: Context, batch: list[TrainSequence]) -> list[tuple[float, float]]:
+    with _policy(context, "bfloat16") as policy:
+        return _steps(policy, batch)
+
+
+def _steps(policy: MegatronPolicy, batch: list[TrainSequence]) -> list[tuple[float, float]]:
+    """Returns loss and norm of the gradient of three steps, after each of which memory leaves."""
+    found = []
+    for _ in range(3):
+        stats = policy.train_step(batch, policy_loss(AlgorithmConfig()))
+        found.append((stats.loss, stats.grad_norm))
+        policy.release_memory()
+    return found
+
+
+def _distance(one: list[tuple[float, float]], other: list[tuple[float, float]]) -> float:
+    pairs = zip(one, other, strict=True)
+    return max(abs(a - b) for left, right in pairs for a, b in zip(left, right, strict=True))
 
 
 def _written(context: Context) -> Any:

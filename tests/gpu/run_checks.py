@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpu.check import Context, Figures, expect
@@ -43,57 +43,79 @@ _SHOWN = {
 }
 
 
-def check_together(context: Context, engine: str) -> Figures:
-    """Policy and server share the device at the same time."""
-    return _run(context, *_BFLOAT16, *_SHARED_MEMORY, *_engine(context, engine))
+def check_run(context: Context, kind: str, engine: str = "torch") -> Figures:
+    """Trains with the settings of a kind of run; see `settings`."""
+    return _run(context, *settings(context, kind, engine))
 
 
-def check_in_turn(context: Context, engine: str) -> Figures:
-    """Policy and server have the device in turn, with everything that can leave it off it."""
-    return _run(context, *_BFLOAT16, *_SHARED_MEMORY, *_IN_TURN, *_engine(context, engine))
+def settings(context: Context, kind: str, engine: str = "torch") -> tuple[str, ...]:
+    """Returns the arguments of `treadle` for a kind of run.
+
+    Args:
+        context: Device, number of GPUs, engines.
+        kind: A key of `KINDS`.
+        engine: What samples.
+    """
+    return (*KINDS[kind](context), *_engine(context, engine))
 
 
-def check_collective(context: Context) -> Figures:
-    """The policy broadcasts its weights to a server on another device."""
-    kind = "sync.transport.kind=collective"
+def _together(_: Context) -> Sequence[str]:
+    return (*_BFLOAT16, *_SHARED_MEMORY)
+
+
+def _in_turn(_: Context) -> Sequence[str]:
+    return (*_BFLOAT16, *_SHARED_MEMORY, *_IN_TURN)
+
+
+def _collective(context: Context) -> Sequence[str]:
+    common = (*_BFLOAT16, "sync.transport.kind=collective")
     if not context.on_gpu:
-        return _run(context, *_BFLOAT16, kind)
+        return common
     apart = ("launch.gpus_per_node=2", "launch.placement=separate", "policy.parallel.data=1")
-    return _run(context, *_BFLOAT16, kind, "sync.transport.backend=nccl", *apart)
+    return (*common, "sync.transport.backend=nccl", *apart)
 
 
-def check_tensor_parallel(context: Context) -> Figures:
-    """Two ranks share the model, in turn with a server on each device."""
-    parallel = ("policy.parallel.tensor=2", *_BFLOAT16, *_SHARED_MEMORY)
-    if not context.on_gpu:
-        return _run(context, *parallel)
-    return _run(context, *parallel, "launch.gpus_per_node=2", "rollout.num_replicas=2")
+def _tensor_parallel(context: Context) -> Sequence[str]:
+    common = ("policy.parallel.tensor=2", *_BFLOAT16, *_SHARED_MEMORY)
+    return (*common, "launch.gpus_per_node=2") if context.on_gpu else common
 
 
-def check_engine_tensor_parallel(context: Context, engine: str) -> Figures:
-    """A server with the model on two devices, in turn with the ranks that are on them."""
-    return _run(
-        context,
+def _two_gpus(_: Context) -> Sequence[str]:
+    return (
         *_SHARED_MEMORY,
         *("launch.gpus_per_node=2", "rollout.tensor_model_parallel_size=2"),
-        *_engine(context, engine),
     )
 
 
-def check_four_devices(context: Context, engine: str) -> Figures:
-    """Two ranks broadcast to a server of two devices."""
-    return _run(
-        context,
+def _four_gpus(_: Context) -> Sequence[str]:
+    return (
         *("launch.gpus_per_node=4", "launch.placement=separate", "policy.parallel.data=1"),
         *("policy.parallel.tensor=2", "rollout.tensor_model_parallel_size=2"),
         *("sync.transport.kind=collective", "sync.transport.backend=nccl"),
-        *_engine(context, engine),
     )
 
 
-def check_all_devices(context: Context) -> Figures:
-    """All GPUs from one line, with what follows from their number."""
-    return _run(context, f"launch.gpus_per_node={context.num_gpus}", *_SHARED_MEMORY)
+def _all_gpus(context: Context) -> Sequence[str]:
+    return (*_SHARED_MEMORY, f"launch.gpus_per_node={context.num_gpus}")
+
+
+KINDS: Mapping[str, Callable[[Context], Sequence[str]]] = {
+    "together": _together,
+    "in_turn": _in_turn,
+    "collective": _collective,
+    "tensor_parallel": _tensor_parallel,
+    "two_gpus": _two_gpus,
+    "four_gpus": _four_gpus,
+    "all_gpus": _all_gpus,
+}
+"""Kind of run -> its settings, beside those of the engine.
+
+together: policy and server share the device at the same time. in_turn: one after the other, with
+all that can leave the device off it. collective: the policy broadcasts to a server on another
+device. tensor_parallel: two ranks share the model, in turn with a server on each device. two_gpus:
+a server has the model on two devices, in turn with two ranks. four_gpus: two ranks broadcast to a
+server of two devices. all_gpus: what follows from the number of GPUs alone.
+"""
 
 
 def _engine(context: Context, engine: str) -> Sequence[str]:
@@ -102,13 +124,12 @@ def _engine(context: Context, engine: str) -> Sequence[str]:
     command = context.engines[engine]
     if (path := os.environ.get("PYTHONPATH")) is not None:  # the trainer passes none to a command
         command = ("env", f"PYTHONPATH={path}", *command)
-    settings = [f"rollout.name={engine}", f"rollout.server_command={json.dumps(command)}"]
-    if context.on_gpu:
-        settings.append("rollout.gpu_memory_utilization=0.4")
-    return settings
+    chosen = (f"rollout.name={engine}", f"rollout.server_command={json.dumps(command)}")
+    share = ("rollout.gpu_memory_utilization=0.4",)
+    return (*chosen, *share) if context.on_gpu else chosen
 
 
-def _run(context: Context, *settings: str) -> Figures:
+def _run(context: Context, *arguments: str) -> Figures:
     """Trains to the end; returns what the steps after the first took."""
     steps = _STEPS[context.device]
     common = (
@@ -118,7 +139,7 @@ def _run(context: Context, *settings: str) -> Figures:
         "schedule.save_every=null",
     )
     trainer = Trainer(
-        context.folder / "run", [*common, *(() if context.on_gpu else _SMALL), *settings]
+        context.folder / "run", [*common, *(() if context.on_gpu else _SMALL), *arguments]
     )
     status = trainer.wait()
     sys.stdout.write(trainer.output)
