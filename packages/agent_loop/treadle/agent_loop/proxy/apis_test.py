@@ -133,10 +133,12 @@ class TestResponses:
             ]
             for given, param in wrong:
                 assert (await refused(**given)).param == param
+            assert '"web_search" is not supported' in (await refused(**wrong[0][0])).message
             cut = await client.responses.create(
                 model="x",
                 input="u",
                 max_output_tokens=2,
+                extra_body={"client_metadata": {"session_id": "1"}},  # Codex
                 reasoning={"effort": "low"},
                 include=["reasoning.encrypted_content", "message.output_text.logprobs"],
                 text={"format": {"type": "json_object"}, "verbosity": "low"},

@@ -116,8 +116,10 @@ def read_tools(
         raise bad_value("tools", "it must be a list")
     specs = []
     for index, entry in enumerate(value):
-        if not isinstance(entry, dict) or entry.get("type") != "function":
-            raise unsupported(f"tools[{index}].type", 'only {"type": "function"} is supported')
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if not isinstance(entry, dict) or kind != "function":
+            problem = f'{show(kind)} is not supported, only "function"; switch it off in the agent'
+            raise unsupported(f"tools[{index}].type", problem)
         specs.append(read(entry, f"tools[{index}]"))
     counts = Counter(spec.name for spec in specs)
     if twice := sorted(name for name, count in counts.items() if count > 1):

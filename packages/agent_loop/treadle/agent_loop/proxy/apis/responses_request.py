@@ -50,7 +50,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     }
 )
 _NO_EFFECT = (
-    *("model", "user", "metadata", "safety_identifier"),
+    *("model", "user", "metadata", "client_metadata", "safety_identifier"),
     *("prompt_cache_key", "prompt_cache_retention"),
 )
 _COUNTED = ("reasoning", "stream_options")
