@@ -21,10 +21,12 @@ import multiprocessing
 import pickle
 import random
 import statistics
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,6 +58,7 @@ class Round:
         gather_s: From the workers into the driver.
         batch_s: Groups, advantages and sequences.
         send_s: From the driver into the ranks, to sequences.
+        first_s: The same, of the first rank that has its own.
         driver_cpu_s: Processor time of the driver for all of it, of all threads.
         rank_cpu_s: The same, of the rank that took most.
         wire_bytes: That the driver sent.
@@ -67,6 +70,7 @@ class Round:
     gather_s: float
     batch_s: float
     send_s: float
+    first_s: float
     driver_cpu_s: float
     rank_cpu_s: float
     wire_bytes: int
@@ -97,6 +101,7 @@ def main() -> None:
         "workers to driver, s": [r.gather_s for r in rounds],
         "batch, s": [r.batch_s for r in rounds],
         "driver to ranks, s": [r.send_s for r in rounds],
+        "driver to the first rank, s": [r.first_s for r in rounds],
         "all, s": [r.whole_s for r in rounds],
         "driver, s of processor time": [r.driver_cpu_s for r in rounds],
         "rank with the most, s of it": [r.rank_cpu_s for r in rounds],
@@ -167,12 +172,13 @@ def measure(args: argparse.Namespace) -> Round:
         gather_s=gathered - began,
         batch_s=made - gathered,
         send_s=ended - made,
+        first_s=min(at for at, *_ in sent) - made,
         driver_cpu_s=ended_cpu - began_cpu,
-        rank_cpu_s=max(cpu_s for _, _, cpu_s in sent),
-        wire_bytes=sum(wire for wire, _, _ in sent),
+        rank_cpu_s=max(cpu_s for *_, cpu_s in sent),
+        wire_bytes=sum(wire for _, wire, _, _ in sent),
         held_bytes=held,
         driver_bytes=memory("VmHWM") - before,
-        rank_bytes=max(grown for _, grown, _ in sent),
+        rank_bytes=max(grown for _, _, grown, _ in sent),
     )
     for process in processes:
         process.join()
@@ -181,23 +187,35 @@ def measure(args: argparse.Namespace) -> Round:
 
 def parts_of(
     sequences: Sequence[TrainSequence], num_ranks: int, whole: bool
-) -> list[Sequence[bytes | memoryview]]:
-    """Returns what the driver sends to each rank."""
+) -> list[Callable[[], Any]]:
+    """Returns what gives the driver the parts that it sends to each rank."""
     if whole:
-        payload = pickle.dumps(tuple(sequences))
-        return [[payload]] * num_ranks
-    from treadle.trainer.policy.shards import assign, encode, to_frames
+        payload = [pickle.dumps(tuple(sequences))]
+        return [lambda: payload] * num_ranks
+    from treadle.trainer.policy.shards import Outgoing, assign
 
-    shards = encode(sequences, assign(sequences, num_ranks), num_ranks)
-    return [to_frames(shard) for shard in shards]  # type: ignore[misc]
+    outgoing = Outgoing(num_ranks)
+    numbers = assign(sequences, num_ranks)
+    threading.Thread(target=outgoing.encode, args=(sequences, numbers)).start()
+    return [partial(outgoing.take, number) for number in range(num_ranks)]
 
 
-def send(connection: Connection[Any, Any], parts: Sequence[bytes]) -> tuple[int, int, float]:
-    """Sends to a rank; returns the bytes sent, the rank's growth and its processor time."""
-    connection.send(len(parts))
-    for part in parts:
+def send(
+    connection: Connection[Any, Any], parts: Callable[[], Any]
+) -> tuple[float, int, int, float]:
+    """Sends to a rank.
+
+    Returns:
+        When it had its sequences, the bytes sent, its growth and its processor time.
+    """
+    taken = parts()
+    connection.send(len(taken))
+    for part in taken:
         connection.send_bytes(part)
-    return sum(memoryview(part).nbytes for part in parts), *connection.recv()
+    size = sum(memoryview(part).nbytes for part in taken)
+    del taken, part  # as the driver, which keeps nothing of it while the ranks compute
+    grown, cpu_s = connection.recv()
+    return time.perf_counter(), size, grown, cpu_s
 
 
 def rank(connection: Connection[Any, Any]) -> None:

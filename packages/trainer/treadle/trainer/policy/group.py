@@ -13,7 +13,7 @@ import logging
 import pickle
 import secrets
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -45,7 +45,7 @@ from treadle.trainer.policy.commands import (
 )
 from treadle.trainer.policy.driver_connection import connect_to_rank, tls_arguments
 from treadle.trainer.policy.megatron.prefixes.plan import mode_on
-from treadle.trainer.policy.shards import Frame, assign, encode, to_frames
+from treadle.trainer.policy.shards import Frame, Outgoing, assign
 from treadle.trainer.policy.signs_of_life import Silence, beat_s
 
 __all__ = ["PolicyError", "PolicyGroup"]
@@ -53,6 +53,7 @@ __all__ = ["PolicyError", "PolicyGroup"]
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
+_Parts = Callable[[], Sequence[Frame]]
 
 
 class PolicyError(RuntimeError):
@@ -246,14 +247,27 @@ class PolicyGroup:
         commands = [command] * len(self._ranks)
         if not isinstance(command, OfSequences):
             return await self._exchange(commands)
-        shards = await asyncio.to_thread(self._shards, command)
-        return await self._exchange(commands, shards)
+        numbers = await asyncio.to_thread(self._assign, command)
+        parallel, bare = self._config.parallel, replace(command, sequences=())
+        outgoing, led = Outgoing(parallel.data), set[int]()
+        parts: list[_Parts] = []
+        for rank in range(parallel.num_ranks):
+            number = parallel.data_rank(rank)
+            parts.append(partial(_parts, bare, outgoing, number, leads=number not in led))
+            led.add(number)
+        encoding = asyncio.create_task(
+            asyncio.to_thread(outgoing.encode, command.sequences, numbers), name="encode a batch"
+        )
+        try:
+            return await self._exchange(commands, parts)
+        finally:
+            await asyncio.wait({encoding})
 
-    def _shards(self, command: OfSequences) -> list[list[Frame]]:
-        """Returns what each rank gets: the command without its sequences, and their frames."""
+    def _assign(self, command: OfSequences) -> list[int]:
+        """Returns the shard of each sequence."""
         parallel = self._config.parallel
         on_cpu = not (self._devices or self._gpus_per_rank)
-        numbers = assign(
+        return assign(
             command.sequences,
             parallel.data,
             mini_batches=(
@@ -261,33 +275,23 @@ class PolicyGroup:
             ),
             share_prefixes=mode_on(self._config.share_prefixes, cpu=on_cpu),
         )
-        frames = [to_frames(s) for s in encode(command.sequences, numbers, parallel.data)]
-        bare = replace(command, sequences=())
-        led: set[int] = set()
-        parts: list[list[Frame]] = []
-        for rank in range(parallel.num_ranks):
-            number = parallel.data_rank(rank)
-            head = pickle.dumps(Sharded(command=bare, num_frames=len(frames[number])))
-            parts.append([head] if number in led else [head, *frames[number]])
-            led.add(number)
-        return parts
 
     async def _exchange(
         self,
         commands: Sequence[Command | None],
-        parts: Sequence[Sequence[Frame]] | None = None,
+        parts: Sequence[_Parts] | None = None,
     ) -> list[Any]:
         """Sends each rank its command (None: nothing to do) and returns the answers.
 
         Args:
             commands: By rank.
-            parts: What to send to each rank for it; None: the command.
+            parts: Return what to send to each rank for it, in its thread; None: the command.
         """
         assert not self._broken, "a broken policy group can only be closed"
         loop = asyncio.get_running_loop()
         if parts is None:
-            payloads = {id(command): pickle.dumps(command) for command in commands}  # once
-            parts = [[payloads[id(command)]] for command in commands]
+            payloads = {id(command): [pickle.dumps(command)] for command in commands}  # once
+            parts = [partial(payloads.__getitem__, id(command)) for command in commands]
 
         def exchange(rank: _Rank) -> "asyncio.Future[Done | Failed | _Lost]":
             return loop.run_in_executor(self._pool, _round_trip, rank, parts[rank.number])
@@ -417,10 +421,16 @@ def _connect(
     return _Rank(number, process, connection, sign)
 
 
-def _round_trip(rank: _Rank, parts: Sequence[Frame]) -> Done | Failed | _Lost:
+def _parts(bare: OfSequences, outgoing: Outgoing, number: int, *, leads: bool) -> Sequence[Frame]:
+    """Returns what a rank gets: the command without its sequences, and as a leader their frames."""
+    head = pickle.dumps(Sharded(command=bare, num_frames=outgoing.num_frames(number)))
+    return [head, *outgoing.take(number)] if leads else [head]
+
+
+def _round_trip(rank: _Rank, parts: _Parts) -> Done | Failed | _Lost:
     """Waits for the answer, and keeps the signs of life that come before it."""
     try:
-        for part in parts:
+        for part in parts():
             rank.connection.send_bytes(part)
         while isinstance(answer := rank.connection.recv(), Alive):
             rank.sign = answer

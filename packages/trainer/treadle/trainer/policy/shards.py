@@ -20,7 +20,8 @@ Nothing here imports torch: the driver shards its batches.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from treadle.agent_loop import PlacedImage, RoutedExperts
     from treadle.trainer.policy.types import SharePrefixes
 
-__all__ = ["Frame", "Shard", "assign", "encode", "from_frames", "to_frames"]
+__all__ = ["Frame", "Outgoing", "Shard", "assign", "encode", "from_frames", "to_frames"]
 
 Frame = bytes | bytearray | memoryview
 
@@ -131,8 +132,8 @@ class Shard:
 
 def encode(
     sequences: Sequence[TrainSequence], shards: Sequence[int], num_shards: int
-) -> list[Shard]:
-    """Returns the shards of a batch.
+) -> Iterator[Shard]:
+    """Yields the shards of a batch by number, each encoded when it is asked for.
 
     Args:
         sequences: The batch.
@@ -160,14 +161,11 @@ def encode(
         "runs_N": np.array([len(each) for each in bounds], np.int32),
         "bounds_R2": np.concatenate(bounds),
     }
-    return [
-        Shard(
-            number=number,
-            **of_all,
-            **_values([s for s, shard in zip(sequences, shards, strict=True) if shard == number]),
-        )
-        for number in range(num_shards)
-    ]
+    own: list[list[TrainSequence]] = [[] for _ in range(num_shards)]
+    for sequence, shard in zip(sequences, shards, strict=True):
+        own[shard].append(sequence)
+    for number, members in enumerate(own):
+        yield Shard(number=number, **of_all, **_values(members))
 
 
 def _runs(sequence: TrainSequence) -> NDArray[np.int32]:
@@ -273,6 +271,40 @@ def to_frames(shard: Shard) -> list[Frame]:
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
     return [head, *(buffer.raw() for buffer in buffers)]
+
+
+class Outgoing:
+    """The shards of a batch on their way: encoded one after another, and sent meanwhile.
+
+    One thread calls `encode`. Those that send wait for their shard in `num_frames` and `take`; they
+    are woken when it is encoded, or when `encode` fails, with its error. A shard is taken once, and
+    not kept.
+    """
+
+    def __init__(self, num_shards: int) -> None:
+        self._encoded: list[Future[int]] = [Future() for _ in range(num_shards)]
+        self._frames: dict[int, list[Frame]] = {}
+
+    def encode(self, sequences: Sequence[TrainSequence], shards: Sequence[int]) -> None:
+        """Encodes the shards of a batch; see the function `encode`."""
+        try:
+            for shard in encode(sequences, shards, len(self._encoded)):
+                frames = to_frames(shard)
+                self._frames[shard.number] = frames
+                self._encoded[shard.number].set_result(len(frames))
+        except Exception as error:
+            for encoded in self._encoded:
+                if not encoded.done():
+                    encoded.set_exception(error)
+
+    def num_frames(self, number: int) -> int:
+        """Returns the number of frames of a shard, once it is encoded."""
+        return self._encoded[number].result()
+
+    def take(self, number: int) -> list[Frame]:
+        """Returns the frames of a shard, once it is encoded."""
+        self.num_frames(number)
+        return self._frames.pop(number)
 
 
 def from_frames(frames: Sequence[Frame]) -> Shard:

@@ -1,6 +1,8 @@
 """Shards: what each data-parallel group gets of a batch, and what it costs on the wire."""
 
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -8,8 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.agent_loop import BoolArray, Image, IntArray, PlacedImage, RoutedExperts
+from treadle.trainer.policy import shards
 from treadle.trainer.policy.batch import cut, has_gradient, input_length, token_weights
-from treadle.trainer.policy.shards import assign, encode, from_frames, to_frames
+from treadle.trainer.policy.shards import (
+    Frame,
+    Outgoing,
+    Shard,
+    assign,
+    encode,
+    from_frames,
+    to_frames,
+)
 from treadle.trainer.policy.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
 
 _NUMBERS = (*FLOAT_FIELDS, "advantages")
@@ -106,9 +117,33 @@ def test_a_token_costs_at_most_8_bytes_on_the_wire() -> None:
         stale=(*(False,) * 2000, *(True,) * (length - 2000)),
     )
     batch = [sequence] * count
-    shards = encode(batch, assign(batch, 2), 2)
-    sent = sum(memoryview(frame).nbytes for shard in shards for frame in to_frames(shard))
+    halves = encode(batch, assign(batch, 2), 2)
+    sent = sum(memoryview(frame).nbytes for shard in halves for frame in to_frames(shard))
     assert sent <= 8 * length * count
+
+
+def test_a_shard_is_sent_while_the_next_one_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = _of_lengths([8, 8, 8], [1.0] * 3)
+    may_encode = threading.Event()
+
+    def held(shard: Shard) -> list[Frame]:
+        if shard.number > 0:
+            may_encode.wait()
+        if shard.number > 1:
+            raise MemoryError("no room")
+        return to_frames(shard)
+
+    monkeypatch.setattr(shards, "to_frames", held)
+    outgoing = Outgoing(3)
+    with ThreadPoolExecutor(1) as threads:
+        encoding = threads.submit(outgoing.encode, batch, [0, 1, 2])
+        first = outgoing.take(0)
+        assert from_frames(first).number == 0
+        assert not encoding.done()
+        may_encode.set()
+        assert len(first) == outgoing.num_frames(1) == len(outgoing.take(1))
+        with pytest.raises(MemoryError, match="no room"):
+            outgoing.num_frames(2)
 
 
 def test_an_image_that_sequences_share_travels_once() -> None:

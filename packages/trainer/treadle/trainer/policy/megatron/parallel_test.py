@@ -96,7 +96,7 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
         if rendezvous is None:
             return whole
         world = policy.world
-        shards = encode(whole, assign(whole, world.data), world.data)
+        shards = list(encode(whole, assign(whole, world.data), world.data))
         frames = to_frames(shards[world.data_rank])
         given = frames if world.leads else [None] * len(frames)
         return from_frames([world.share(frame) for frame in given]).sequences()
