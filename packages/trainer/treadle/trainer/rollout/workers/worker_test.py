@@ -1,83 +1,40 @@
-"""Tests of a real loop worker and its router, with a server that a test scripts."""
+"""What a loop worker does alone; tests/e2e has real workers."""
 
-from pathlib import Path
-from typing import Any
+import logging
+from dataclasses import dataclass, field
+from typing import cast
 
-import pytest
-
-from treadle.agent_loop import AgentTask, Message, SamplingParams, Trajectory
-from treadle.agent_loop.rpc import Requirements
-from treadle.agent_loop.rpc.testing import STARTED, ScriptedServer, finished, says, serving, tokens
-from treadle.trainer.config.load import load_config
-from treadle.trainer.data.load_data import load_renderer
-from treadle.trainer.demo import DEMO
-from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.rollout.make_runner import RunnerSettings
-from treadle.trainer.rollout.workers.pool import loop_workers
-
-pytestmark = pytest.mark.asyncio
-
-_CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "17 + 25"}}\n</tool_call>'
+from treadle.trainer.rollout.workers.link import Link
+from treadle.trainer.rollout.workers.messages import Warned
+from treadle.trainer.rollout.workers.worker import _MAX_UNSENT, _ToDriver
 
 
-class Server(ScriptedServer):
-    """Fits the demo's tokenizer."""
+@dataclass
+class Unread:
+    """A link to a driver that reads when a test says so."""
 
-    async def GetServerInfo(self, request: Any, context: Any) -> Any:
-        info = await super().GetServerInfo(request, context)
-        info.model.vocab_size = 2000
-        return info
+    sent: list[Warned] = field(default_factory=list)
+    num_unsent: int = 0
+
+    def send(self, message: Warned) -> None:
+        self.sent.append(message)
+        self.num_unsent += 1
 
 
-async def test_a_worker_renders_parses_calls_tools_and_scores(tmp_path: Path) -> None:
-    config = load_config([DEMO], ["agent.num_workers=1"]).config
-    renderer = load_renderer(config)
-    end = renderer.stop_token_ids[0]
-    call, answer = ((*renderer.encode(text), end) for text in (_CALL, "#### 42"))
-    server = Server(*(says(STARTED, tokens(*ids), finished(len(ids))) for ids in (call, answer)))
-    task = AgentTask(
-        task_id="train/0",
-        sample_index=0,
-        rollout_index=0,
-        loop="tool_agent",
-        messages=(Message(role="user", content="What is 17 + 25?"),),
-        fields={
-            "data_source": "treadle/calculator",
-            "reward_model": {"style": "rule", "ground_truth": "42"},
-        },
-        seed=7,
-    )
-    ended: list[Trajectory] = []
+def test_a_driver_that_does_not_read_is_sent_no_more_lines_than_it_may_have_to_read() -> None:
+    link = Unread()
+    handler = _ToDriver(cast(Link, link))
 
-    async def sink(trajectory: Trajectory) -> None:
-        ended.append(trajectory)
+    def warn(text: str) -> None:
+        handler.emit(logging.LogRecord("treadle", logging.WARNING, "f", 1, text, (), None))
 
-    async with (
-        serving(server),
-        LocalLauncher(tmp_path) as launcher,
-        loop_workers(
-            launcher,
-            config,
-            servers=[server],
-            requirements=Requirements(),
-            loops=frozenset({"tool_agent"}),
-            images=False,
-        ) as (workers, router),
-    ):
-        settings = RunnerSettings(sampling=SamplingParams(max_tokens=64), min_weight_version=1)
-        await workers.runner(settings, max_in_flight=1).run([task], sink)
-        assert (await router.occupied_s())[server.address] > 0
-    [trajectory] = ended
-    assert trajectory.error is None
-    assert (trajectory.task, trajectory.reward) == (task, 1.0)
-    assert [message.role for message in trajectory.messages] == [
-        "user",
-        "assistant",
-        "tool",
-        "assistant",
+    for _ in range(_MAX_UNSENT + 7):
+        warn("again")
+    assert len(link.sent) == _MAX_UNSENT
+    link.num_unsent = 0
+    warn("now")
+    warn("later")
+    assert [message.message for message in link.sent[-2:]] == [
+        "now (and 7 lines before it, which only the worker's log has)",
+        "later",
     ]
-    assert trajectory.messages[2].content == "42"
-    first, second = (list(request.prompt_token_ids) for request in server.requests)
-    assert second[: len(first) + len(call)] == [*first, *call]
-    assert list(trajectory.tokens.ids) == [*second, *answer]
-    assert {request.session_id for request in server.requests} == {server.requests[0].session_id}
