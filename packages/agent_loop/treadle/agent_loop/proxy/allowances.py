@@ -23,7 +23,7 @@ class AgentConstraints(enum.StrEnum):
     """Refuse it, by its name."""
     IGNORE = "ignore"
     """Sample without the constraint, and count it. The agent sees what the policy said, as with a
-    provider that does not guarantee the constraint."""
+    provider that does not guarantee the constraint. Hosted tools are left out, and counted too."""
     ENFORCE = "enforce"
     """Sample response formats, and calls in a format whose arguments are JSON, under their
     constraint; every server must be able to (`constrained_sampling`). The others as IGNORE. A turn
@@ -35,8 +35,9 @@ class AgentConstraints(enum.StrEnum):
         return frozenset({"constrained_sampling"} if self is AgentConstraints.ENFORCE else ())
 
 
-CONSTRAINTS = ("parallel_tool_calls", "response_format", "strict", "tool_choice")
-"""The parameters of requests that constrain the sampling, as they are counted."""
+CONSTRAINTS = ("hosted_tools", "parallel_tool_calls", "response_format", "strict", "tool_choice")
+"""What requests ask for and do not get, as it is counted: parameters that constrain the sampling,
+and tools that a provider would run."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import httpx
 import openai
@@ -124,7 +124,8 @@ class TestResponses:
                 return caught.value
 
             wrong: list[tuple[dict[str, Any], str]] = [
-                ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+                ({"tools": [{"type": "custom", "name": "f"}]}, "tools[0].type"),
+                ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0]"),
                 ({"background": True}, "background"),
                 ({"max_tool_calls": 3}, "max_tool_calls"),
                 ({"previous_response_id": "resp_0"}, "previous_response_id"),
@@ -133,7 +134,7 @@ class TestResponses:
             ]
             for given, param in wrong:
                 assert (await refused(**given)).param == param
-            assert '"web_search" is not supported' in (await refused(**wrong[0][0])).message
+            assert '"custom" is not supported' in (await refused(**wrong[0][0])).message
             cut = await client.responses.create(
                 model="x",
                 input="u",
@@ -152,6 +153,38 @@ class TestResponses:
         trajectory = await self.client(script, "long", constraints=AgentConstraints.IGNORE)
         assert values(trajectory)["proxy/ignored_keys"] == 3
         assert values(trajectory)["proxy/unenforced_response_format"] == 1
+
+    async def test_3_tools_in_a_namespace_are_served_and_hosted_ones_are_left_out(self) -> None:
+        # As Codex sends them by default.
+        space = {"type": "namespace", "name": "n", "description": "Numbers.", "tools": self.TOOLS}
+        hosted = {"type": "web_search", "external_web_access": True}
+
+        async def script(client: AsyncOpenAI) -> None:
+            given: dict[str, Any] = {"model": "x", "input": "u", "tools": [hosted, space]}
+            async with client.responses.stream(**given) as stream:
+                call: Any = (await stream.get_final_response()).output[-1]
+            assert (call.name, call.namespace) == ("add", "n")
+            answer = {"type": "function_call_output", "call_id": call.call_id, "output": "5"}
+            given["input"] = [{"role": "user", "content": "u"}, call.to_dict(), answer]
+            assert (await client.responses.create(**given)).output_text == "5"
+            twice = {**given, "tools": [space, *self.TOOLS]}
+            with pytest.raises(openai.BadRequestError, match="more than one tool with the name"):
+                await client.responses.create(**twice)
+
+        only_call = CALL.removeprefix("Hm.\n")
+        trajectory = await self.client(script, only_call, "5", constraints=AgentConstraints.IGNORE)
+        assert trained(trajectory) == [f"{only_call}<end>5<end>"]
+        assert values(trajectory)["proxy/unenforced_hosted_tools"] == 2
+        assert values(trajectory)["proxy/ignored_keys"] == 2  # the namespace's description
+
+        async def asks(client: AsyncOpenAI) -> None:
+            with pytest.raises(
+                openai.BadRequestError, match=r"web_search.*AgentConstraints.IGNORE"
+            ):
+                await client.responses.create(model="x", input="u", tools=[cast(Any, hosted)])
+            await client.responses.create(model="x", input="u")
+
+        await self.client(asks, "Hm.")
 
 
 class TestMessages:

@@ -25,6 +25,7 @@ from treadle.agent_loop.proxy.apis.common import (
     show,
     single_call,
     stop_strings,
+    tool_entries,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
@@ -56,7 +57,9 @@ def read_anthropic_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """
     given = read_given(body)
     _check_names(given, allowed)
-    tools = read_tools(_typed(given.get("tools", [])), lambda value, at: _tool(value, at, allowed))
+    tools = read_tools(
+        tool_entries(_typed(given.get("tools", []))), lambda value, at: _tool(value, at, allowed)
+    )
     _check_tool_choice(given.get("tool_choice", {"type": "auto"}), tools, allowed)
     return AgentRequest(
         messages=_messages(given, allowed),

@@ -31,6 +31,7 @@ from treadle.agent_loop.proxy.apis.common import (
     show,
     single_call,
     stop_strings,
+    tool_entries,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.proxy.messages import read_given, read_messages
@@ -84,7 +85,9 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """
     given = read_given(body)
     schema = _check_names(given, allowed)
-    tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
+    tools = read_tools(
+        tool_entries(given.get("tools", [])), lambda value, at: _tool(value, at, allowed)
+    )
     check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
     stream = flag(given, "stream")
     return AgentRequest(

@@ -6,7 +6,7 @@ turns; nothing else of the endpoint knows which API an agent speaks.
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
@@ -23,6 +23,7 @@ class AgentRequest:
     Attributes:
         messages: The conversation.
         tools: Shown to the model.
+        namespaces: Of tools that the request groups (Responses API), by the tool's name.
         max_tokens: At least 1.
         temperature: At least 0.
         top_p: In (0, 1].
@@ -43,6 +44,7 @@ class AgentRequest:
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+    namespaces: Mapping[str, str] = field(default_factory=dict)
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -100,27 +102,36 @@ def event(data: Mapping[str, object], *, name: str | None = None) -> bytes:
     return head + b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"
 
 
-def read_tools(
-    value: object, read: Callable[[Mapping[str, object], str], ToolSpec]
-) -> tuple[ToolSpec, ...]:
-    """Parses a list of function tools.
-
-    Args:
-        value: The list.
-        read: Parses one of them, given its place.
+def tool_entries(value: object) -> list[tuple[str, object]]:
+    """Returns the entries of a request's `tools`, each with its place.
 
     Raises:
-        ApiError: It is no list of functions, or two have one name.
+        ApiError: It is no list.
     """
     if not isinstance(value, list):
         raise bad_value("tools", "it must be a list")
+    return [(f"tools[{index}]", entry) for index, entry in enumerate(value)]
+
+
+def read_tools(
+    entries: Iterable[tuple[str, object]], read: Callable[[Mapping[str, object], str], ToolSpec]
+) -> tuple[ToolSpec, ...]:
+    """Parses function tools.
+
+    Args:
+        entries: With their places.
+        read: Parses one of them, given its place.
+
+    Raises:
+        ApiError: One is no function, or two have one name.
+    """
     specs = []
-    for index, entry in enumerate(value):
+    for place, entry in entries:
         kind = entry.get("type") if isinstance(entry, dict) else None
         if not isinstance(entry, dict) or kind != "function":
             problem = f'{show(kind)} is not supported, only "function"; switch it off in the agent'
-            raise unsupported(f"tools[{index}].type", problem)
-        specs.append(read(entry, f"tools[{index}]"))
+            raise unsupported(f"{place}.type", problem)
+        specs.append(read(entry, place))
     counts = Counter(spec.name for spec in specs)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise bad_value("tools", f"there is more than one tool with the name {twice[0]!r}")

@@ -96,7 +96,7 @@ class ResponsesAnswer:
         yield self._event("error", error=body, **{k: body[k] for k in ("code", "message", "param")})
 
     def _items(self, turn: CapturedTurn) -> list[dict[str, object]]:
-        message = turn.parsed.message
+        message, namespaces = turn.parsed.message, self._request.namespaces
         items: list[dict[str, object]] = []
         if message.reasoning:
             items.append(self._item("reasoning", message.reasoning))
@@ -113,6 +113,7 @@ class ResponsesAnswer:
                 "id": f"fc_{self.id}_{number}",
                 "call_id": call.id,
                 "name": call.name,
+                **({"namespace": namespaces[call.name]} if call.name in namespaces else {}),
                 "arguments": json.dumps(dict(call.arguments), ensure_ascii=False),
                 "status": "completed",
             }

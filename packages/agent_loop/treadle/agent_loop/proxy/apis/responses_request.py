@@ -6,7 +6,8 @@ policy that is trained (`reasoning`, `include`, the verbosity of `text`) are cou
 - `input` is the whole conversation, or what follows `previous_response_id`. `instructions` are a
   system message before all of it, and belong to this request only.
 - Reasoning, text and calls that follow each other are one turn of the assistant.
-- Tools are functions; the hosted ones (search, files, a computer) are refused by their type.
+- Tools are functions, also those in namespaces. The hosted ones, as a search, are refused by their
+  type, or left out and counted as constraints are; all others are refused.
 """
 
 import json
@@ -28,6 +29,7 @@ from treadle.agent_loop.proxy.apis.common import (
     same,
     show,
     single_call,
+    tool_entries,
 )
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
@@ -58,6 +60,11 @@ _USED = (
     *("input", "instructions", "previous_response_id", "store", "include", "text"),
     *("tools", "tool_choice", "stream", "max_output_tokens", "temperature", "top_p"),
 )
+# Tools that OpenAI runs itself.
+_HOSTED = (
+    *("code_interpreter", "file_search", "image_generation", "mcp"),
+    *("web_search", "web_search_preview"),
+)
 _LOGPROBS = "message.output_text.logprobs"
 _ROLES: Mapping[str, Role] = {
     "system": "system",
@@ -84,7 +91,8 @@ def read_responses_request(
     given = read_given(body)
     _check_names(given, allowed)
     schema = _text_schema(given.get("text", {}), allowed, given.get("tools"))
-    tools = read_tools(given.get("tools", []), lambda value, at: _tool(value, at, allowed))
+    entries, namespaces = _functions(given.get("tools", []), allowed)
+    tools = read_tools(entries, lambda value, at: _tool(value, at, allowed))
     check_tool_choice(given.get("tool_choice", "auto"), tools, allowed)
     instructions = _instructions(given.get("instructions"))
     history = _history(given.get("previous_response_id"), answered)
@@ -97,6 +105,7 @@ def read_responses_request(
         num_instructions=len(instructions),
         store=given.get("store") is not False,
         tools=tools,
+        namespaces=namespaces,
         max_tokens=integer(given, "max_output_tokens", low=1, high=2**31 - 1),
         temperature=number(given, "temperature", low=0.0, high=100.0),
         top_p=number(given, "top_p", low=0.0, high=1.0, open_low=True),
@@ -150,6 +159,35 @@ def _include(value: object, allowed: Allowances) -> bool:
         if entry != _LOGPROBS:
             allowed.unread_key("include")
     return _LOGPROBS in value
+
+
+def _functions(
+    value: object, allowed: Allowances
+) -> tuple[list[tuple[str, object]], dict[str, str]]:
+    """Returns the functions with their places, and the namespaces of those that have one.
+
+    A namespace is flattened: the model is shown the names of its functions alone.
+    """
+    entries: list[tuple[str, object]] = []
+    namespaces: dict[str, str] = {}
+    for place, entry in tool_entries(value):
+        kind = entry.get("type") if isinstance(entry, dict) else None
+        if kind in _HOSTED:
+            problem = f"{show(kind)} would run at a provider, and here is none; leave it out"
+            allowed.constraint("hosted_tools", f"{place}.type", problem)
+        elif isinstance(entry, dict) and kind == "namespace":
+            only(entry, ("type", "name", "description", "tools"), place)
+            name, functions = entry.get("name"), entry.get("tools")
+            if not isinstance(name, str) or not isinstance(functions, list):
+                raise bad_value(place, "name must be a string, and tools a list")
+            if not is_absent(entry.get("description")):
+                allowed.unread_key(f"{place}.description")
+            entries += [(f"{place}.tools[{i}]", function) for i, function in enumerate(functions)]
+            named = (each.get("name") for each in functions if isinstance(each, dict))
+            namespaces |= {each: name for each in named if isinstance(each, str)}
+        else:
+            entries.append((place, entry))
+    return entries, namespaces
 
 
 def _tool(value: Mapping[str, object], place: str, allowed: Allowances) -> ToolSpec:
@@ -258,7 +296,8 @@ class _Input:
         self._stage(0).reasoning.append(text)
 
     def _call(self, item: Mapping[str, object], place: str) -> None:
-        self._count(item, ("type", "id", "call_id", "name", "arguments", "status"), place)
+        known = ("type", "id", "call_id", "name", "namespace", "arguments", "status")
+        self._count(item, known, place)
         call_id, name, text = item.get("call_id"), item.get("name"), item.get("arguments")
         if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(text, str)):
             raise bad_value(place, "call_id, name and arguments must be strings")
