@@ -1,13 +1,14 @@
 """`treadle sft` end to end: it trains, resumes bit for bit, and is the start of reinforcement.
 
-The runs are shared: one whole run, and what it was after six steps, resumed.
+One whole run is shared, with which the others are compared.
 """
 
 import json
-import shutil
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,26 @@ pytestmark = pytest.mark.timeout(900)
 _STEPS = 8
 
 
+_TREADLE = (sys.executable, "-m", "treadle.trainer.main")
+
+
 def _treadle(*arguments: str) -> None:
-    command = [sys.executable, "-m", "treadle.trainer.main", *arguments]
+    _run([*_TREADLE, *arguments])
+
+
+def _run(command: Sequence[str]) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+def _lines(run: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
 def _metrics(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in line.items() if not k.startswith("time/")} for line in lines]
+    """What was learned, without times and resumes."""
+    own = ("time/", "run/")
+    return [{k: v for k, v in line.items() if not k.startswith(own)} for line in _lines(run)]
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +53,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _sft(folder: Path, name: str, **keys: object) -> Path:
+def _command(folder: Path, name: str, **keys: object) -> list[str]:
     settings: Mapping[str, object] = {
         "data.train_files": folder / "train.jsonl",
         "data.val_files": folder / "val.jsonl",
@@ -54,7 +66,11 @@ def _sft(folder: Path, name: str, **keys: object) -> Path:
         "run.dir": folder / name,
         **keys,
     }
-    _treadle("sft", *(f"{key}={value}" for key, value in settings.items()))
+    return [*_TREADLE, "sft", *(f"{key}={value}" for key, value in settings.items())]
+
+
+def _sft(folder: Path, name: str, **keys: object) -> Path:
+    _run(_command(folder, name, **keys))
     return folder / name
 
 
@@ -75,15 +91,28 @@ def test_the_losses_fall(run: Path) -> None:
     assert (run / "curves.png").stat().st_size > 0
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(run: Path, folder: Path) -> None:
-    stopped = folder / "stopped"  # the run as it is after six steps
-    shutil.copytree(run, stopped)
-    shutil.rmtree(stopped / "checkpoints" / f"step-{_STEPS:08d}")
-    (stopped / "checkpoints" / "latest").write_text("step-00000006")
-    resumed = _sft(folder, "stopped")
-    assert _metrics(resumed) == _metrics(run)
+def test_a_run_that_lost_its_rank_resumes_as_the_uninterrupted_one_bit_for_bit(
+    run: Path, folder: Path
+) -> None:
+    lossy = folder / "lossy"
+    command = _command(folder, "lossy", **{"launch.max_failures": 1})
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as trainer:
+        assert trainer.stdout is not None
+        said = ""
+        for line in trainer.stdout:
+            said += line
+            if f" 4/{_STEPS}" in line and "resumed" not in said:
+                ready = json.loads((lossy / "logs" / "policy-0.ready").read_text())
+                os.kill(ready["pid"], signal.SIGKILL)
+    assert trainer.returncode == 0, said
+    notes = (lossy / "notes.jsonl").read_text()
+    assert "the run resumed by itself, after policy rank 0 was ended by SIGKILL" in notes
+    assert _lines(lossy)[-1]["run/resumes"] == 1
+    assert _metrics(lossy) == _metrics(run)
     weights = f"checkpoints/step-{_STEPS:08d}/hf/model.safetensors"
-    assert (resumed / weights).read_bytes() == (run / weights).read_bytes()
+    assert (lossy / weights).read_bytes() == (run / weights).read_bytes()
 
 
 def test_a_run_begun_at_a_checkpoint_of_another_goes_on_as_that_one(
