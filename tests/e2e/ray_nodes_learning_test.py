@@ -10,10 +10,16 @@ import signal
 import socket
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ray.cluster_utils import Cluster
+
+from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.launch.ray import RayLauncher
+from treadle.trainer.launch.topology import Devices
 
 from .testing import StartTrainer, Trainer
 
@@ -41,11 +47,14 @@ class _Nodes:
         self._cluster = cluster
         self._by_address: dict[str, Any] = {}
 
-    def add(self, *, cpus: int) -> str:
-        """Adds a node with room for some processes; returns its address."""
+    def add(self, *, cpus: int, gpus: int = 0) -> str:
+        """Adds a node with room for some processes; returns its address.
+
+        Ray believes that it has the GPUs.
+        """
         address = f"127.0.0.{2 + len(self._by_address)}"
         self._by_address[address] = self._cluster.add_node(
-            num_cpus=cpus, object_store_memory=_STORE, node_ip_address=address
+            num_cpus=cpus, num_gpus=gpus, object_store_memory=_STORE, node_ip_address=address
         )
         return address
 
@@ -135,3 +144,62 @@ def test_loop_workers_and_their_router_are_encrypted_too(start_trainer: StartTra
             assert _speaks_tls(_address_of(trainer, name)), name
         trainer.process.send_signal(signal.SIGINT)
         assert trainer.wait() == 130, trainer.output
+
+
+_PROGRAM = """
+import argparse, os, signal
+from pathlib import Path
+from treadle.trainer.launch.process import watch_parent, write_ready
+parser = argparse.ArgumentParser()
+for name in ("--parent_pid", "--ready_file", "--host"):
+    parser.add_argument(name)
+args = parser.parse_args()
+watch_parent(int(args.parent_pid))
+print("sees GPUs", os.environ["CUDA_VISIBLE_DEVICES"])
+write_ready(Path(args.ready_file), f"{args.host}:1")
+signal.pause()
+"""
+
+
+@pytest.mark.asyncio
+async def test_reserved_gpus_are_those_of_the_node_in_place_of_a_dead_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "treadle_nodes_test_program.py").write_text(_PROGRAM)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def spec(name: str) -> ProcessSpec:
+        """A server with two GPUs, which are on one node."""
+        return ProcessSpec(
+            name=name,
+            module="treadle_nodes_test_program",
+            args=("--host", "{host}"),
+            devices=Devices(1, (0, 1)),
+        )
+
+    with _cluster(head_cpus=1) as cluster:
+        nodes = _Nodes(cluster)
+        places = {nodes.add(cpus=2, gpus=2) for _ in range(2)}
+        config = RayLaunchConfig(
+            address=cluster.address, nodes=2, gpus_per_node=2, start_deadline_s=120
+        )
+        tls = tmp_path / "tls"
+        async with RayLauncher(config, tmp_path / "logs", tls_directory=tls) as launcher:
+            first = await launcher.start(spec("first"))
+            place = (await first.ready(120)).removesuffix(":1")
+            assert place in places
+            spare = nodes.add(cpus=2, gpus=2)  # Ray wants the main thread
+            nodes.kill(place)
+            ended = first.describe_end(await first.wait())
+            assert ended.startswith(f"is gone with its actor on node {place} (")
+            assert "sees GPUs 0,1" in await first.log_tail()  # in the directory that all share
+            second = await launcher.start(spec("second"))
+            assert await second.ready(120) == f"{spare}:1"
+            assert "sees GPUs 0,1" in await second.log_tail()
+
+            nodes.kill(spare)
+            await second.wait()
+            launcher._config = config.model_copy(update={"start_deadline_s": 5.0})
+            with pytest.raises(ProcessError, match=r"node 1 of launch.nodes=2 is gone, and the"):
+                await launcher.start(spec("third"))
+        assert not tls.exists()

@@ -3,13 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from treadle.trainer.launch.process import LostProcessError
 from treadle.trainer.launch.resuming import loss_notes, run_resuming
 from treadle.trainer.policy.group import PolicyError
 
 _LOST = PolicyError("policy rank 1 was ended by SIGKILL", lost=True)
 
 
-def _attempts(run_dir: Path, *ends: tuple[int, PolicyError]) -> list[Sequence[str]]:
+def _attempts(
+    run_dir: Path, *ends: tuple[int, PolicyError | LostProcessError]
+) -> list[Sequence[str]]:
     """Runs attempts that reach a checkpoint and then fail; returns what each was told of losses."""
     told: list[Sequence[str]] = []
     remaining = list(ends)
@@ -29,6 +32,11 @@ def test_a_checkpoint_in_between_begins_the_count_anew(tmp_path: Path) -> None:
     told = _attempts(tmp_path, (2, _LOST), (2, _LOST), (4, _LOST), (4, _LOST))
     assert [len(losses) for losses in told] == [0, 1, 2, 3, 4]
     assert told[-1][0] == "policy rank 1 was ended by SIGKILL"
+
+
+def test_a_node_that_dies_while_the_run_starts_counts_as_well(tmp_path: Path) -> None:
+    told = _attempts(tmp_path, (2, LostProcessError("rollout-0: its Ray actor is gone")))
+    assert told[-1] == ("rollout-0: its Ray actor is gone",)
 
 
 def test_a_run_that_gets_nowhere_ends(tmp_path: Path) -> None:
