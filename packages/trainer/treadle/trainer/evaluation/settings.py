@@ -1,6 +1,7 @@
 """The configuration of an evaluation: that of a run, of files, or of the demo, and what is given.
 
-Invariant: `data.val_files` are the files that are evaluated, and `model.path` has the tokenizer.
+Invariant: `data.val_files` are the files that are evaluated, and `model.path` has the tokenizer. No
+server but the one that is evaluated, or those that are started with the model, takes part.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,8 @@ def load_settings(
     if source.model is not None:
         given.append(f"model.path={_quoted(source.model)}")
     loaded = load_config(files, given, below=[_NO_TRAINING])
-    return Settings(config=_config(loaded), notes=(*loaded.notes, *_greedy(loaded.config)))
+    config, notes = _without_others(_config(loaded), source)
+    return Settings(config=config, notes=(*loaded.notes, *notes, *_greedy(config)))
 
 
 def _config(loaded: LoadedConfig) -> Config:
@@ -90,6 +92,22 @@ def _config(loaded: LoadedConfig) -> Config:
     if loaded.sources["data.train_files"] == _NO_TRAINING:
         data = data.model_copy(update={"train_files": data.val_files})
     return loaded.config.model_copy(update={"data": data})
+
+
+def _without_others(config: Config, source: Source) -> tuple[Config, tuple[str, ...]]:
+    """Leaves out the servers of `rollout.addresses`, whose weights are not those of a model."""
+    rollout = config.rollout
+    if not rollout.addresses:
+        return config, ()
+    count = max(1, rollout.num_replicas)
+    alone = rollout.model_copy(update={"addresses": (), "num_replicas": count})
+    notes = (
+        f"rollout.addresses=[{', '.join(rollout.addresses)}] is left out: those servers hold other "
+        f"weights than {source.text}, so rollout.num_replicas={count} are started; to evaluate "
+        "what one of them serves, give its address instead",
+    )
+    without = config.model_copy(update={"rollout": alone})
+    return without, () if source.address is not None else notes
 
 
 def _greedy(config: Config) -> tuple[str, ...]:

@@ -46,6 +46,16 @@ def test_the_configuration_of_a_run_is_the_base(tmp_path: Path) -> None:
     assert load(source, data=["/x.jsonl"]).config.data.max_val_rows is None
 
 
+def test_servers_that_hold_other_weights_take_no_part() -> None:
+    addresses = "rollout.addresses=[gpu3:8000, gpu4:8000]"
+    settings = load(DEMO_MODEL, addresses)
+    rollout = settings.config.rollout
+    assert (rollout.addresses, rollout.num_replicas) == ((), 1)
+    (note,) = settings.notes
+    assert note.startswith("rollout.addresses=[gpu3:8000, gpu4:8000] is left out: those servers")
+    assert load(SERVER, "model.path=demo:calculator", addresses).notes == ()
+
+
 def test_several_samples_at_temperature_0_are_remarked_on() -> None:
     settings = load(DEMO_MODEL, samples=4)
     assert settings.config.rollout.val.samples_per_prompt == 4
