@@ -80,13 +80,6 @@ def _speaks_tls(address: tuple[str, int]) -> bool:
     return False
 
 
-def _curve(trainer: Trainer, steps: int) -> list[tuple[float, ...]]:
-    names = ("step", "reward/mean", "tokens/sampled")
-    return [tuple(line[name] for name in names) for line in trainer.metrics() if line["step"]][
-        :steps
-    ]
-
-
 def test_a_node_takes_a_server_and_another_one_the_policy(start_trainer: StartTrainer) -> None:
     with _cluster(head_cpus=0) as cluster:
         nodes = _Nodes(cluster)
@@ -127,7 +120,7 @@ def test_a_node_takes_a_server_and_another_one_the_policy(start_trainer: StartTr
     assert "PRIVATE KEY" not in logs
     whole = start_trainer(*_UNVALIDATED, f"schedule.total_steps={step + 1}", name="whole")
     assert whole.wait() == 0, whole.output
-    assert _curve(trainer, step + 1) == _curve(whole, step + 1)
+    assert trainer.curve()[: step + 1] == whole.curve()[: step + 1]
 
 
 def test_loop_workers_and_their_router_are_encrypted_too(start_trainer: StartTrainer) -> None:

@@ -66,6 +66,15 @@ class Trainer:
         text = (self.run_dir / "metrics.jsonl").read_text(encoding="utf-8")
         return [json.loads(line) for line in text.splitlines()]
 
+    def curve(self) -> list[tuple[int, float, float]]:
+        """Number, mean reward and sampled tokens of each step: what equal runs have in common."""
+        names = ("step", "reward/mean", "tokens/sampled")
+        return [tuple(line[name] for name in names) for line in self.metrics() if line["step"]]
+
+    def page(self) -> str:
+        """The text of report.html."""
+        return (self.run_dir / "report.html").read_text(encoding="utf-8")
+
     def mean(self, name: str, steps: Sequence[int]) -> float:
         """The mean of a metric over steps that all have it."""
         by_step = {line["step"]: line for line in self.metrics()}
