@@ -19,7 +19,8 @@ _STAND_INS = {
     "scontrol": 'printf "%s\\n" first second third',
     "hostname": "echo 10.0.0.1 fd00::1",
     # A node of Ray runs until it is ended; the head answers once it has been started.
-    "ray": 'case "$1 $2" in "start --head") echo $$ > "$CALLS/head.pid" ;; '
+    "ray": "[[ $RAY_AUTH_MODE == token && ${#RAY_AUTH_TOKEN} == 64 ]] || exit 9; "
+    'case "$1 $2" in "start --head") echo $$ > "$CALLS/head.pid" ;; '
     '"health-check --address") test -e "$CALLS/head.pid"; exit ;; esac; exec tail -f /dev/null',
     "treadle": 'exit "$STATUS"',
 }
@@ -51,6 +52,7 @@ def test_the_manifest_has_what_its_run_needs(tmp_path: Path) -> None:
     for container in (head, worker):
         assert container["command"] == ["/bin/bash", "-c"]
         subprocess.run(["bash", "-n"], input=container["args"][0], text=True, check=True)
+        assert {each["name"] for each in container["env"]} == {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN"}
         for probe in ("livenessProbe", "readinessProbe"):  # else KubeRay asks Ray's dashboard
             assert container[probe]["exec"]["command"]
     mounts = {each["name"]: each["mountPath"] for each in head["volumeMounts"]}
