@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, command: Sequence[str], model: Path) -> di
     per_s = _Rates([], [])
     per_cpu_s = _Rates([], [])
     with (
-        in_process(command[0], options) as engine,
+        in_process(args.python or command[0], options) as engine,
         running_server(*options, command=command) as server,
     ):
         sides = (
@@ -171,6 +171,9 @@ def main() -> None:
     parser.add_argument("--engine", default="torch")
     parser.add_argument("--model", type=Path, help="Hugging Face directory")
     parser.add_argument("--server_command", default=shlex.join(HERE))
+    parser.add_argument(
+        "--python", help="of the engine's environment; default: the command's first"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--concurrency", type=int, default=64)
     parser.add_argument("--prompt_tokens", type=int, default=100)

@@ -18,6 +18,10 @@ class CheckFailed(Exception):
     """A check does not hold; the message says what was seen and what was expected."""
 
 
+class CheckSkipped(Exception):
+    """A check cannot run here, for a reason that shows only while it runs; the message says it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """What a check is given.

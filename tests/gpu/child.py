@@ -1,7 +1,7 @@
 """The process of one check: `python -m gpu.child TABLE NAME CONTEXT ANSWER`.
 
-Writes figures and what was seen to the file ANSWER. The exit status is 0 if the check holds and
-`FAILED` if it does not. Without the file the check crashed.
+Writes figures and what was seen to the file ANSWER. The exit status is 0 if the check holds,
+`FAILED` if it does not and `SKIPPED` if it cannot run here. Without the file the check crashed.
 """
 
 import importlib
@@ -10,9 +10,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from gpu.check import Check, CheckFailed, Context, Figures
+from gpu.check import Check, CheckFailed, CheckSkipped, Context, Figures
 
-FAILED = 3
+FAILED, SKIPPED = 3, 4
 
 
 def as_json(context: Context) -> str:
@@ -46,16 +46,19 @@ def main() -> int:
     table, name, context, answer = sys.argv[1:]
     check: Check = next(c for c in importlib.import_module(table).CHECKS if c.name == name)
     figures: Figures = {}
-    seen = ""
+    seen, status = "", 0
     try:
         figures = check.run(from_json(context))
+    except CheckSkipped as error:
+        seen, status = str(error), SKIPPED
     except CheckFailed as error:
-        seen = str(error)
+        seen, status = str(error), FAILED
     except Exception as error:
         traceback.print_exc()
+        status = FAILED
         seen = f"{type(error).__name__}: {error}"
     Path(answer).write_text(json.dumps({"figures": figures, "seen": seen}))
-    return FAILED if seen else 0
+    return status
 
 
 if __name__ == "__main__":

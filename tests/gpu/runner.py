@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gpu.check import Check, Context, Figures
-from gpu.child import FAILED, as_json
+from gpu.child import FAILED, SKIPPED, as_json
 
 from treadle.trainer.launch.process import child_python_path
 
@@ -123,7 +123,8 @@ def _run(check: Check, context: Context, table: str) -> Result:
     else:
         said = json.loads(answer.read_text())
         figures, seen = said["figures"], said["seen"]
-        outcome = Outcome.FAILS if status == FAILED else Outcome.HOLDS
+        ends = {FAILED: Outcome.FAILS, SKIPPED: Outcome.SKIPPED}
+        outcome = ends.get(status, Outcome.HOLDS)
     return Result(
         check=check,
         outcome=outcome,

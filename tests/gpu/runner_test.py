@@ -34,6 +34,7 @@ def test_a_failure_stops_only_what_needs_it(results: dict[str, Result]) -> None:
     assert {name: result.outcome for name, result in results.items()} == {
         "holds": Outcome.HOLDS,
         "fails": Outcome.FAILS,
+        "cannot": Outcome.SKIPPED,
         "raises": Outcome.FAILS,
         "crashes": Outcome.FAILS,
         "hangs": Outcome.FAILS,
@@ -52,6 +53,7 @@ def test_a_failure_stops_only_what_needs_it(results: dict[str, Result]) -> None:
     [
         ("fails", "3 were seen | 4 were expected"),
         ("raises", "ValueError: an unknown key"),
+        ("cannot", "no interpreter is known"),
         ("crashes", "ended with status 9\nthe last words"),
         ("hangs", "not done after 1 s"),
         ("after_fails", "needs fails, which fails"),
@@ -81,8 +83,8 @@ def test_a_machine_with_too_few_gpus_skips(context: Context) -> None:
 
 
 def test_the_page_has_every_outcome_and_what_failed(results: dict[str, Result]) -> None:
-    text = page([("GPUs", "2 x A | B")], [*results.values()], title="Results", planned=11)
-    assert text.startswith("# Results\n\n2 hold, 4 fail, 4 skipped. NOT COMPLETE: 1 were not")
+    text = page([("GPUs", "2 x A | B")], [*results.values()], title="Results", planned=12)
+    assert text.startswith("# Results\n\n2 hold, 4 fail, 5 skipped. NOT COMPLETE: 1 were not")
     assert "| GPUs | 2 x A \\| B |" in text
     assert f"{results['holds'].seconds:.1f} | device: cpu; tokens/s: 12,346 |" in text
     assert "| on_a_gpu | skipped |  | only a GPU shows it: the CPU has no NCCL |" in text

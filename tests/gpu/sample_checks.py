@@ -4,7 +4,7 @@ import os
 import subprocess
 import threading
 
-from gpu.check import Check, CheckFailed, Context, Figures
+from gpu.check import Check, CheckFailed, CheckSkipped, Context, Figures
 
 
 def _holds(context: Context) -> Figures:
@@ -13,6 +13,10 @@ def _holds(context: Context) -> Figures:
 
 def _fails(_: Context) -> Figures:
     raise CheckFailed("3 were seen | 4 were expected\nand a second line")
+
+
+def _cannot(_: Context) -> Figures:
+    raise CheckSkipped("no interpreter is known")
 
 
 def _raises(_: Context) -> Figures:
@@ -35,6 +39,7 @@ def _hangs(_: Context) -> Figures:
 CHECKS = (
     Check(name="holds", shows="A check can hold.", run=_holds),
     Check(name="fails", shows="A check can fail.", run=_fails, needs=("holds",)),
+    Check(name="cannot", shows="A check can find that it cannot run.", run=_cannot),
     Check(name="raises", shows="A check can have a fault.", run=_raises),
     Check(name="crashes", shows="A check can end its process.", run=_crashes),
     Check(name="hangs", shows="A check can wait for ever.", run=_hangs, limit_s=1.0),

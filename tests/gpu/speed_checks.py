@@ -7,10 +7,11 @@ import shlex
 import statistics
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from gpu.check import Context, Figures, expect
+from gpu.check import CheckSkipped, Context, Figures, expect
 
 from treadle.rollout_server.testing.process import HERE
 
@@ -46,16 +47,28 @@ def measure_server(context: Context, engine: str) -> Figures:
     size += [] if context.on_gpu else ["--concurrency", "4", "--tokens", "16"]
     if context.model is not None:
         size += ["--model", str(context.model)]
-    command = shlex.join(context.engines.get(engine, HERE))
-    found = _benchmark(
-        context,
-        "engine_server_ratio",
-        *("--engine", engine, "--server_command", command, *size, "--", *options),
-    )["tokens a second"]
+    command = context.engines.get(engine, HERE)
+    size += ["--python", _python(command), "--server_command", shlex.join(command)]
+    found = _benchmark(context, "engine_server_ratio", "--engine", engine, *size, "--", *options)[
+        "tokens a second"
+    ]
     return {
         "through the server, tokens/s": statistics.median(found["server"]),
         "the engine alone, tokens/s": statistics.median(found["in_process"]),
     }
+
+
+def _python(command: Sequence[str]) -> str:
+    """Returns the interpreter of a server's command, which runs the engine without a server."""
+    if "-m" in command:
+        return command[command.index("-m") - 1]
+    beside = Path(command[0]).with_name("python")
+    if len(command) > 1 or not beside.exists():
+        raise CheckSkipped(
+            f"{shlex.join(command)} does not say which interpreter it runs: name the server as "
+            "'PYTHON -m treadle.rollout_server' to compare it with its engine alone"
+        )
+    return str(beside)
 
 
 def _rounds(context: Context, count: int) -> str:
