@@ -1,15 +1,21 @@
-"""Loop workers: the same trajectories as without them, also when one of them and the router die."""
+"""Loop workers: the same trajectories as without them, also when one of them and the router die.
+
+And that every schedule and an evaluation run on them.
+"""
 
 import json
 import os
 import signal
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .testing import StartTrainer, Trainer
+from treadle.trainer.main import main
+
+from .testing import StartTrainer, Trainer, trained_rows
 
 pytestmark = pytest.mark.timeout(600)
 _RUN = (
@@ -38,6 +44,49 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert "was ended by SIGKILL; its log ends with:" in log
     assert "the router (127.0.0.1:" in log
     assert _spans(helped) >= _spans(alone), "attempts that were lost may have left some more"
+
+
+@pytest.mark.parametrize("kind", ["overlap", "stream", "async"])
+def test_every_schedule_trains_on_each_row_once_although_a_worker_dies(
+    start_trainer: StartTrainer, kind: str
+) -> None:
+    run = start_trainer(
+        *(f"schedule.kind={kind}", "schedule.total_steps=4", "schedule.val_every=4"),
+        *("schedule.save_last=false", "algorithm.correction.weights=token"),
+        *("rollout.name=fake", "data.shuffle=false", "agent.num_workers=2"),
+    )
+    run.read_until("step 1/4")
+    os.kill(run.pid_of("worker-0"), signal.SIGKILL)
+    assert run.wait() == 0, run.output
+    trained = trained_rows(run)
+    assert set(trained.values()) == {4}
+    assert len(trained) == 16
+    lines = [line for line in run.metrics() if line["step"]]
+    assert sum(line["workers/lost"] for line in lines) == 1
+    assert all(line["rollout/num_failed"] == 0 for line in lines)
+    assert lines[-1]["val/num_failed"] == 0
+    for line in lines[1:]:
+        shares = {name: line[name] for name in line if name.startswith("servers/time_share/")}
+        assert sum(shares.values()) == pytest.approx(1.0)
+    waited = [line["servers/time_share/tools"] for line in lines[1:]]
+    assert max(waited) > 0.0, "of the calculator's turns the router tells"
+
+
+def test_an_evaluation_runs_on_workers(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = ["eval", "demo:calculator", "--limit=4", "--samples=2", "--out", str(out)]
+    arguments += ["rollout.val.temperature=1", "rollout.threads=1"]
+    assert main([*arguments, "agent.num_workers=2"]) == 0
+    results = json.loads((out / "results.json").read_text(encoding="utf-8"))
+    assert results["metrics"]["val/num_failed"] == 0
+    lines = (out / "trajectories.jsonl").read_text(encoding="utf-8").splitlines()
+    assert sorted(json.loads(line)["task_id"] for line in lines) == [
+        f"val/{row}" for row in range(4) for _ in range(2)
+    ]
+    assert sorted(path.name for path in (out / "logs").glob("worker-*.log")) == [
+        "worker-0.log",
+        "worker-1.log",
+    ]
 
 
 def _kept(trainer: Trainer) -> list[Mapping[str, Any]]:
