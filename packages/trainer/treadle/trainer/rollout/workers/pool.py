@@ -6,8 +6,9 @@ Invariants:
    tasks of a worker that died are given to another, at most `agent.max_attempts` times in all; then
    they fail with `WorkerLostError`.
 2. At most `max_in_flight` tasks of a run are in flight, over all workers; a task counts until the
-   sink has taken its trajectory. No worker has more than it asked for. So nothing here grows
-   without a bound: what is held is what is in flight.
+   sink has taken its trajectory. No worker has more than it asked for, nor more than its share of
+   them, so that the first to ask does not get all. So nothing here grows without a bound: what is
+   held is what is in flight.
 3. A worker whose connection ends, or that gives no sign of life for `rollout.unresponsive_s`, is
    lost. It is ended and started again in the background, as often as `agent.max_worker_restarts`
    allows in all. When none is left, the runs end with `NoWorkerLeftError`.
@@ -19,6 +20,7 @@ asked for wait for one that does, or that is started again. One task looks for s
 
 import asyncio
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
@@ -317,16 +319,24 @@ class LoopWorkers:
         del self._runs[run.begin.run]
         for worker in self._live.values():
             worker.open_asks.pop(run.begin.run, None)
+            worker.num_given.pop(run.begin.run, None)
             worker.send(End(run.begin.run))
 
     def _give(self, run: _Run) -> None:
         """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
+        number = run.begin.run
+        share = math.ceil(run.begin.max_in_flight / max(1, len(self._live)))
         while run.waiting:
-            asking = [w for w in self._live.values() if w.open_asks[run.begin.run] > 0]
+            asking = [
+                worker
+                for worker in self._live.values()
+                if worker.open_asks[number] > 0 and worker.num_given[number] < share
+            ]
             if not asking:
                 return
-            worker = max(asking, key=lambda each: each.open_asks[run.begin.run])
-            worker.open_asks[run.begin.run] -= 1
+            worker = min(asking, key=lambda each: each.num_given[number])
+            worker.open_asks[number] -= 1
+            worker.num_given[number] += 1
             held = run.held[run.waiting.popleft()]
             held.worker = worker
             self._outbox.setdefault((worker, run.begin.run), []).append(held.given)
@@ -353,6 +363,7 @@ class LoopWorkers:
                         run.sink.record(span)
                     held = run.held[message.number]
                     held.worker = None
+                    worker.num_given[message.run] -= 1
                     trajectory = unpack_trajectory(message.trajectory, held.given.task)
                     run.ended.put_nowait((message.number, trajectory))
                     worker.open_asks[message.run] += message.asks
@@ -401,6 +412,8 @@ class LoopWorkers:
         for run, number in lost:
             run.held[number].worker = None
             run.held[number].num_lost += 1
+        for run in self._runs.values():
+            self._give(run)  # the others' shares have grown
         replacing = asyncio.create_task(self._replace(worker, problem, lost))
         self._starting[worker.name] = replacing
 

@@ -273,6 +273,27 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
     }
 
 
+async def test_the_first_worker_to_ask_gets_no_more_than_its_share(start: Start) -> None:
+    async def numbers(program: Program, count: int) -> list[int]:
+        found: list[int] = []
+        while len(found) < count:
+            found += [given.number for given in (await program.given_of(run)).tasks]
+        return found
+
+    harness = await start(3)
+    first, second, third = harness.machine.programs
+    running = harness.run(6, max_in_flight=6)
+    run = (await first.asks(6)).run
+    assert await numbers(first, 2) == [1, 2]
+    await second.asks(6)
+    assert await numbers(second, 2) == [3, 4]
+    third.die()  # before it asked: the others' shares grow
+    assert sorted([*await numbers(first, 1), *await numbers(second, 1)]) == [5, 6]
+    first.end_all()
+    second.end_all()
+    await running
+
+
 async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
     harness = await start(1)
     program = harness.machine.programs[0]

@@ -51,6 +51,7 @@ class LoopWorker:
         heard: How many messages it has sent.
         sign: Its latest sign of life.
         open_asks: Run -> number of tasks that it asked for and was not given.
+        num_given: Run -> number of tasks that it was given and that have not ended.
         lost: Whether it is given up.
     """
 
@@ -62,6 +63,7 @@ class LoopWorker:
     heard: int = 0
     sign: Alive | None = None
     open_asks: Counter[int] = field(default_factory=Counter)
+    num_given: Counter[int] = field(default_factory=Counter)
     lost: bool = False
 
     @property
