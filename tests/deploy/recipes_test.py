@@ -21,8 +21,10 @@ _STAND_INS = {
     # A node of Ray runs until it is ended; the head answers once it has been started.
     "ray": "[[ $RAY_AUTH_MODE == token && ${#RAY_AUTH_TOKEN} == 64 ]] || exit 9; "
     'case "$1 $2" in "start --head") echo $$ > "$CALLS/head.pid" ;; '
+    '"start --block") echo here > "$CALLS/joined" ;; '
     '"health-check --address") test -e "$CALLS/head.pid"; exit ;; esac; exec tail -f /dev/null',
-    "treadle": 'exit "$STATUS"',
+    # The trainer waits for two nodes to join.
+    "treadle": 'exec 3<> "$CALLS/joined"; read -ru 3; read -ru 3; exit "$STATUS"',
 }
 
 
@@ -70,6 +72,7 @@ def _run(calls: Path, *arguments: str, **variables: str) -> "subprocess.Complete
     """Runs the script with stand-ins for what it calls, each of which notes its arguments."""
     bin_ = calls / "env" / "bin"
     bin_.mkdir(parents=True)
+    os.mkfifo(calls / "joined")
     for name, body in _STAND_INS.items():
         file = bin_ / name
         file.write_text(f'#!/bin/bash\necho "{name} $*" >> "$CALLS/calls"\n{body}\n')
