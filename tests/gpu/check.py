@@ -2,7 +2,8 @@
 
 Invariant: a check runs in a separate process, with a directory that nobody else writes to. It
 returns figures, or raises `CheckFailed` with what was seen instead. Whether it can run at all
-(GPUs, engines, checks before it) is decided before it starts, by `runner.py`.
+(GPUs, engines, checks before it) is decided before it starts, by `runner.py`; a reason that shows
+only later is a `CheckSkipped`.
 """
 
 from collections.abc import Callable, Mapping
