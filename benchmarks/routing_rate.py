@@ -16,8 +16,8 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from treadle.agent_loop import StickySession
 from treadle.agent_loop.clock import LoopClock
-from treadle.agent_loop.routing.placement import StickySession
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 
 _CONTEXT = 1000
