@@ -278,7 +278,9 @@ def print_table(rows: dict[str, list[dict[str, float]]], workers: Sequence[int])
         print(f"{name:18} " + " ".join(f"{text:>22}" for text in texts))
     for count in workers:
         theirs = rows.get(f"verl, {count} workers")
-        for ours in ("over gRPC", f"{count} loop workers") if theirs else ():
+        if theirs is None:
+            continue
+        for ours in ("over gRPC", f"{count} loop workers"):
             ratios = [t["cpu_ms"] / o["cpu_ms"] for t, o in zip(theirs, rows[ours], strict=True)]
             more = [
                 t["memory_gib"] / o["memory_gib"] for t, o in zip(theirs, rows[ours], strict=True)

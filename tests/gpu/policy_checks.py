@@ -76,7 +76,11 @@ def check_gradient(context: Context) -> Figures:
     loss: Any = torch.zeros((), device=_device(context))
     for s in batch:
         logp, mask = _logprobs(reference, s)
-        loss = loss - ((logp - logp.detach()).exp() * s.advantages * mask).sum() / total
+        loss = (
+            loss
+            - ((logp - logp.detach()).exp() * torch.as_tensor(s.advantages).to(mask) * mask).sum()
+            / total
+        )
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
     with _policy(context, "float32") as policy:
@@ -104,7 +108,7 @@ def check_shared_prefixes(context: Context) -> Figures:
 
 def check_offload(context: Context) -> Figures:
     """A policy that leaves the device trains as one that stays, and leaves it."""
-    size = _LARGE if context.on_gpu else {}
+    size: dict[str, Any] = _LARGE if context.on_gpu else {}
     write_model(context.folder / "model", **size)
     batch = sequences()
     everything = OffloadConfig(parameters=True, optimizer=True, reference=True)
@@ -159,7 +163,8 @@ def _distance(one: list[tuple[float, float]], other: list[tuple[float, float]]) 
 
 def _written(context: Context) -> Any:
     """Writes a random model of four layers; returns it as transformers has it, on the device."""
-    return write_model(context.folder / "model").to(_device(context))
+    model: Any = write_model(context.folder / "model")
+    return model.to(_device(context))
 
 
 def _device(context: Context) -> torch.device:

@@ -24,7 +24,7 @@ _BLOCK = 256 << 10
 _HANDSHAKE_S = 30.0
 
 
-class TlsConnection(Connection):  # type: ignore[type-arg]  # generic in the stubs only
+class TlsConnection(Connection):
     """The local end."""
 
     def __init__(self, secured: ssl.SSLSocket) -> None:

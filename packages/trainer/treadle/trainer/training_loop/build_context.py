@@ -184,8 +184,8 @@ async def build_context(
                         images=inputs.images,
                     )
                 )
-            router.follow(servers)
-            workers.follow(servers)
+                router.follow(servers)
+                workers.follow(servers)
         context = TrainingContext(
             config=config,
             train=inputs.train,
