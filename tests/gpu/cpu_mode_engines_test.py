@@ -8,7 +8,7 @@ from gpu.main import main
 pytestmark = pytest.mark.timeout(900)
 CHOSEN = (
     *("torch", "policy_logprobs", "policy_gradient", "policy_prefixes", "policy_offload"),
-    *("torch_bfloat16", "run_torch_in_turn", "run_collective", "speed_training"),
+    *("torch_bfloat16", "run_torch_in_turn", "speed_training"),
 )
 
 
