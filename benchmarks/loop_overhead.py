@@ -23,6 +23,7 @@ The directory needs a tokenizer only, such as that of Qwen2.5; without it, the d
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import statistics
@@ -241,6 +242,8 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, list[dict[str, flo
                 stack.push_async_callback(peer.end)
                 verl.append(VerlSide(peer, expected))
                 sides[f"verl, {workers} workers"] = Side(run=verl[-1].run, pids=verl[-1].pids)
+        gc.collect()
+        gc.freeze()  # as a run does
         for number in range(arguments.rounds + 1):
             for name, side in sides.items():
                 if not number:
