@@ -76,11 +76,8 @@ def check_gradient(context: Context) -> Figures:
     loss: Any = torch.zeros((), device=_device(context))
     for s in batch:
         logp, mask = _logprobs(reference, s)
-        loss = (
-            loss
-            - ((logp - logp.detach()).exp() * torch.as_tensor(s.advantages).to(mask) * mask).sum()
-            / total
-        )
+        advantages = torch.as_tensor(s.advantages).to(logp)
+        loss = loss - ((logp - logp.detach()).exp() * advantages * mask).sum() / total
     loss.backward()
     norm = float(torch.nn.utils.clip_grad_norm_(reference.parameters(), 1e9))
     with _policy(context, "float32") as policy:
