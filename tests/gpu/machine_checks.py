@@ -28,9 +28,9 @@ def check_torch(context: Context) -> Figures:
             f"nvidia-smi lists {context.num_gpus}",
         )
         major, minor = torch.cuda.get_device_capability()
-        nccl_version: Any = torch.cuda.nccl.version
         figures["compute capability"] = f"{major}.{minor}"
-        figures["NCCL"] = ".".join(map(str, nccl_version()))
+        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        figures["NCCL"] = ".".join(map(str, version))
         figures["cuDNN"] = str(torch.backends.cudnn.version())
     size, times = (8192, 20) if context.on_gpu else (256, 2)
     generator = torch.Generator().manual_seed(0)

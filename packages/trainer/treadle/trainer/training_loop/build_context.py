@@ -174,7 +174,7 @@ async def build_context(
         router: RunRouter | None = None
         if config.agent.num_workers:
             with progress.phase("start"):
-                workers, router = await stack.enter_async_context(
+                started = await stack.enter_async_context(
                     loop_workers(
                         launcher,
                         secured,
@@ -184,6 +184,7 @@ async def build_context(
                         images=inputs.images,
                     )
                 )
+                workers, router = started
                 router.follow(servers)
                 workers.follow(servers)
         context = TrainingContext(
