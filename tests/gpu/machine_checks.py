@@ -29,9 +29,10 @@ def check_torch(context: Context) -> Figures:
         )
         major, minor = torch.cuda.get_device_capability()
         figures["compute capability"] = f"{major}.{minor}"
-        version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
-        figures["NCCL"] = ".".join(map(str, version))
-        figures["cuDNN"] = str(torch.backends.cudnn.version())
+        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        figures["NCCL"] = ".".join(map(str, nccl))
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        figures["cuDNN"] = str(cudnn)
     size, times = (8192, 20) if context.on_gpu else (256, 2)
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, size, generator=generator).to(device).bfloat16() for _ in range(2))
