@@ -9,8 +9,8 @@ import pytest
 from .testing import StartTrainer, trained_rows
 
 pytestmark = pytest.mark.timeout(1200)
-_KILLS = 3
-_PROMPTS, _SAMPLES, _STEPS = 4, 4, 20
+_KILLS = 2
+_PROMPTS, _SAMPLES, _STEPS = 4, 4, 14
 """Far more steps than the killed processes take, or one would end before it is killed."""
 
 
