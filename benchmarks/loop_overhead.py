@@ -1,6 +1,6 @@
-"""What the agent loop costs when the engine costs nothing, against verl's own: 1,000 trajectories.
+"""What the agent loop costs beside an engine that costs nothing, and what verl's loop costs.
 
-Each trajectory has five turns: four calls of a calculator and an answer. The sides take turns, over
+Each of 1,000 trajectories has five turns: four calls of a calculator and an answer. The sides take turns, over
 the rounds, with the same tokenizer, chat template and tool:
 
 * in one process: the runner calls the engine as a coroutine;
@@ -37,20 +37,28 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from loop_setting import QUESTION, SETTINGS, config_of, cpu_s, pss_mib, script_of, started, task
+from loop_setting import (
+    QUESTION,
+    SETTINGS,
+    config_of,
+    cpu_s,
+    pss_mib,
+    running_workers,
+    script_of,
+    started,
+    task,
+)
 from loop_subject import InProcess
 from null_server import RunningServer, Script, null_server
 from peer_process import PeerProcess, python_of
 
 from treadle.agent_loop import TokenGenerator, Trajectory
-from treadle.agent_loop.rpc import Requirements, connect
+from treadle.agent_loop.rpc import connect
 from treadle.rollout_server.testing.descendants import descendants
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import load_renderer, load_reward
-from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import Runner, make_runner
-from treadle.trainer.rollout.workers.pool import loop_workers
 
 _REQUIREMENTS = (
     "verl==0.9.1",
@@ -122,22 +130,10 @@ async def worker_side(
     config: Config, server: RunningServer, in_flight: int
 ) -> AsyncIterator[tuple[_Run, set[int]]]:
     """Starts loop workers and their router; yields how they run a batch, and their processes."""
-    with tempfile.TemporaryDirectory() as directory:
-        logs = Path(directory)
-        async with (
-            LocalLauncher(logs) as launcher,
-            loop_workers(
-                launcher,
-                config,
-                servers=[server],
-                requirements=Requirements(),
-                loops=frozenset({"tool_agent"}),
-                images=False,
-            ) as (workers, _),
-        ):
-            pids = started(logs, "*")
-            runner = workers.runner(SETTINGS, max_in_flight=in_flight)
-            yield partial(collect, runner), pids
+    async with running_workers(config, server) as (workers, logs):
+        pids = started(logs, "*")
+        runner = workers.runner(SETTINGS, max_in_flight=in_flight)
+        yield partial(collect, runner), pids
 
 
 class VerlSide:

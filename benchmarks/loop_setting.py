@@ -1,4 +1,4 @@
-"""What `loop_overhead` and `loop_workers` measure: the demo's tool loop, and what it costs.
+"""The setting of `loop_overhead` and `loop_workers`: the demo's tool loop, and its cost.
 
 Chat template, parser, calculator and reward are the demo's; the model is any directory with a
 tokenizer. Processor time and memory are those of processes, as the kernel counts them.
@@ -6,19 +6,23 @@ tokenizer. Processor time and memory are those of processes, as the kernel count
 
 import json
 import os
+import tempfile
 import time
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
-from null_server import Script
+from null_server import RunningServer, Script
 
 from treadle.agent_loop import AgentTask, Message, SamplingParams
+from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import load_renderer
 from treadle.trainer.demo import DEMO
+from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.rollout.make_runner import RunnerSettings
+from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 
 QUESTION = "What is 17 + 25?"
 SETTINGS = RunnerSettings(
@@ -72,6 +76,27 @@ def task(number: int) -> AgentTask:
         },
         seed=number,
     )
+
+
+@asynccontextmanager
+async def running_workers(
+    config: Config, server: RunningServer
+) -> AsyncIterator[tuple[LoopWorkers, Path]]:
+    """Starts loop workers and their router; yields the workers, and the directory for `started`."""
+    with tempfile.TemporaryDirectory() as directory:
+        logs = Path(directory)
+        async with (
+            LocalLauncher(logs) as launcher,
+            loop_workers(
+                launcher,
+                config,
+                servers=[server],
+                requirements=Requirements(),
+                loops=frozenset({"tool_agent"}),
+                images=False,
+            ) as (workers, _),
+        ):
+            yield workers, logs
 
 
 def started(logs: Path, name: str) -> set[int]:

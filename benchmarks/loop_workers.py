@@ -19,17 +19,22 @@ is that of holding them::
 import argparse
 import asyncio
 import os
-import tempfile
 import time
-from pathlib import Path
 
-from loop_setting import SETTINGS, config_of, cpu_s, pss_mib, script_of, started, task
+from loop_setting import (
+    SETTINGS,
+    config_of,
+    cpu_s,
+    pss_mib,
+    running_workers,
+    script_of,
+    started,
+    task,
+)
 from null_server import null_server
 
 from treadle.agent_loop import Trajectory
-from treadle.agent_loop.rpc import Requirements
-from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
+from treadle.trainer.rollout.workers.pool import LoopWorkers
 
 
 async def run(workers: LoopWorkers, trajectories: int, in_flight: int) -> float:
@@ -68,33 +73,23 @@ async def measure(
         MiB the driver and the workers have grown.
     """
     config = config_of(turns=turns, workers=count)
-    with tempfile.TemporaryDirectory() as directory:
-        logs = Path(directory)
-        async with (
-            LocalLauncher(logs) as launcher,
-            null_server(script_of(config, turns), gate=in_flight if gate else 0) as server,
-            loop_workers(
-                launcher,
-                config,
-                servers=[server],
-                requirements=Requirements(),
-                loops=frozenset({"tool_agent"}),
-                images=False,
-            ) as (workers, _),
-        ):
-            if not gate:
-                await run(workers, 50 * count, in_flight)  # imports, caches
-            pids = {
-                "worker": started(logs, "worker*"),
-                "router": started(logs, "router*"),
-                "driver": {os.getpid()},
-            }
-            before_mib = {name: pss_mib(of) for name, of in pids.items()}
-            before_s, began = {name: cpu_s(of) for name, of in pids.items()}, time.perf_counter()
-            held_mib = await run(workers, trajectories, in_flight)
-            wall_s = time.perf_counter() - began
-            used_s = {name: cpu_s(of) - before_s[name] for name, of in pids.items()}
-            after_mib = pss_mib(pids["worker"])
+    async with (
+        null_server(script_of(config, turns), gate=in_flight if gate else 0) as server,
+        running_workers(config, server) as (workers, logs),
+    ):
+        if not gate:
+            await run(workers, 50 * count, in_flight)  # imports, caches
+        pids = {
+            "worker": started(logs, "worker*"),
+            "router": started(logs, "router*"),
+            "driver": {os.getpid()},
+        }
+        before_mib = {name: pss_mib(of) for name, of in pids.items()}
+        before_s, began = {name: cpu_s(of) for name, of in pids.items()}, time.perf_counter()
+        held_mib = await run(workers, trajectories, in_flight)
+        wall_s = time.perf_counter() - began
+        used_s = {name: cpu_s(of) - before_s[name] for name, of in pids.items()}
+        after_mib = pss_mib(pids["worker"])
     return {
         **{name: 1000 * used / (trajectories * turns) for name, used in used_s.items()},
         "rate": trajectories / wall_s,
