@@ -22,6 +22,7 @@ __all__ = ["TlsConnection", "accepted", "connected"]
 
 _BLOCK = 256 << 10
 _HANDSHAKE_S = 30.0
+_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class TlsConnection(Connection):
@@ -86,43 +87,48 @@ def _carry(near: socket.socket, secured: ssl.SSLSocket) -> None:
         while True:
             moved = False
             try:
-                if not to_send:
-                    to_send = near.recv(_BLOCK)
-                    if not to_send:
-                        return  # the near side was closed
-                    moved = True
-            except BlockingIOError:
-                pass
+                if not to_send and (said := _read(near)) is not None:
+                    to_send, moved = said, True
+                if to_send and (num_sent := _write(secured, to_send)):
+                    to_send, moved = to_send[num_sent:], True
+                if not to_give and (said := _read(secured)) is not None:
+                    to_give, moved = said, True
             except OSError:
                 return
             try:
-                if to_send:
-                    to_send = to_send[secured.send(to_send) :]
-                    moved = True
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                pass
-            except OSError:
-                return
-            try:
-                if not to_give:
-                    to_give = secured.recv(_BLOCK)
-                    if not to_give:
-                        return  # the far side was closed
-                    moved = True
-            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-                pass
-            except OSError:
-                return
-            try:
-                if to_give:
-                    to_give = to_give[near.send(to_give) :] if heard else b""
-                    moved = True
-            except BlockingIOError:
-                pass
+                if to_give and (num_given := _write(near, to_give) if heard else len(to_give)):
+                    to_give, moved = to_give[num_given:], True
             except OSError:  # closed, and what it said last may still be on its way
                 heard = False
             if not moved:
                 _wait(near, secured, sends=bool(to_send), gives=bool(to_give))
+
+
+def _read(side: socket.socket) -> bytes | None:
+    """Returns what has arrived; None if nothing has.
+
+    Raises:
+        OSError: The side has ended.
+    """
+    try:
+        said = side.recv(_BLOCK)
+    except _NOT_NOW:
+        return None
+    if not said:
+        raise ConnectionResetError("the other end was closed")
+    return said
+
+
+def _write(side: socket.socket, waiting: bytes) -> int:
+    """Returns how many bytes the side takes now.
+
+    Raises:
+        OSError: The side has ended.
+    """
+    try:
+        return side.send(waiting)
+    except _NOT_NOW:
+        return 0
 
 
 def _wait(near: socket.socket, secured: ssl.SSLSocket, *, sends: bool, gives: bool) -> None:
