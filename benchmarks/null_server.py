@@ -29,7 +29,7 @@ _SERVER = "treadle.rollout.v1.ServerService"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What every session samples.
+    """The tokens of every session.
 
     Attributes:
         call: Ids of a turn that calls the tool.

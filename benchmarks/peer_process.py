@@ -1,4 +1,4 @@
-"""A peer's own code in a process and an environment of its own, asked line by line.
+"""A peer's code in a separate process and environment, asked line by line.
 
 The process reads what to do from standard input, a line at a time, and answers each line with one
 of JSON, after a first one that says that it is ready.

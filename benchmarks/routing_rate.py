@@ -25,7 +25,7 @@ _CONTEXT = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What decides.
+    """A router, or its policy alone.
 
     Attributes:
         turn: Chooses a session's replica.

@@ -158,7 +158,7 @@ def main() -> None:
     os.dup2(2, 1)
     # An actor of verl's asks for a CPU to start with: with fewer than there are, it waits for ever.
     cpus = max(os.cpu_count() or 1, settings["workers"] + 2)
-    # Its own cluster, whatever other one runs on this machine.
+    # A new cluster, also where another one runs on this machine.
     ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)
     try:
         asyncio.run(serve(settings))

@@ -165,7 +165,7 @@ def data_files(*, seed: int, num_rows: Mapping[str, int]) -> dict[str, list[Mapp
     """
     rng = random.Random(seed)
     num_val, num_questions = num_rows["val"], num_rows["val"] + num_rows["train"]
-    # All have numbers of their own: else a search for a person might find a company.
+    # No two share a number: else a search for a person might find a company.
     names = rng.sample(_NAMES, 2 * num_questions)
     pairs = zip(names[:num_questions], names[num_questions:], strict=True)
     questions = [

@@ -127,7 +127,7 @@ def test_both_halves_run_to_their_end(data: Path) -> None:
     assert [line["step"] for line in lines] == [0, 1, 2]
     assert {line["rollout/num_failed"] for line in lines[1:]} == {0}
     assert all("reward/wrong_with_many_turns" in line for line in lines[1:])
-    # Each source of the held-out rows by itself: the configuration for GPUs has AIME alone.
+    # The sources of the held-out rows apart: the configuration for GPUs has AIME alone.
     for source in ("aime_2024", "math_dapo"):
         assert all(f"val/accuracy/{source}" in lines[step] for step in (0, 2))
 

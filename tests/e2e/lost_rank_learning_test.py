@@ -27,7 +27,7 @@ def test_a_lost_rank_resumes_the_run_until_it_gets_nowhere(start_trainer: StartT
     )
     (step,) = map(int, re.findall(r"step (\d+):", resumed))
     lossy.read_until(f" {step + 1}/1000")  # the step before the next checkpoint
-    # Not in step + 2: its checkpoint would begin the count anew.
+    # Not in step + 2: its checkpoint would set the count back.
     rank = lossy.pid_of("policy-0")
     os.kill(rank, signal.SIGKILL)
     said = lossy.wait()

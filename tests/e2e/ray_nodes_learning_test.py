@@ -1,4 +1,4 @@
-"""Runs on several Ray nodes, which are processes of this machine with addresses of their own.
+"""Runs on several Ray nodes, which are processes of this machine, each with its address.
 
 Their network is loopback, so what is shown of it is who is let in and where processes are placed.
 """

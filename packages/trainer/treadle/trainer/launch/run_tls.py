@@ -1,7 +1,7 @@
 """The certificates of a run on several hosts, and the contexts of TLS that use them.
 
 The driver makes an authority for each attempt of a run, and with it one certificate for all of its
-processes, as servers and as clients. Who has the key belongs to the run, wherever its process is:
+processes, as servers and as clients. A process that has the key belongs to the run, on any host:
 the certificate names `SERVER_NAME` instead of hosts, which are not known before Ray has placed a
 process.
 

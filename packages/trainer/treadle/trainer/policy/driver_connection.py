@@ -1,7 +1,7 @@
 """The connection between a rank or loop worker and its driver: the first caller with the run's key.
 
 Invariants: a stranger who connects and says nothing, or something else, delays nobody. Each caller
-is authenticated on a thread of its own; no message is read before it is. In a run on several hosts
+is authenticated on a separate thread; no message is read before it is. In a run on several hosts
 all of it goes through TLS, and both sides show a certificate of the run first.
 """
 

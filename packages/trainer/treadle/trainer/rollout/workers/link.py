@@ -3,8 +3,8 @@
 Invariants:
 
 1. `send` never blocks: a thread writes. What waits there is bounded by the protocol: a worker gets
-   at most the tasks that it asked for, and answers each once. Who sends more than that, as lines of
-   a log, looks at `num_unsent` first.
+   at most the tasks that it asked for, and answers each once. A sender of more than that, as
+   lines of a log, looks at `num_unsent` first.
 2. Messages arrive in the order in which they were sent, on the event loop, until `on_end` is
    called, once.
 3. With `beat_s`, a sign of life is sent whenever nothing else was for that time, also while the
