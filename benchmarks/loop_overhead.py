@@ -1,7 +1,7 @@
 """What the agent loop costs beside an engine that costs nothing, and what verl's loop costs.
 
-Each of 1,000 trajectories has five turns: four calls of a calculator and an answer. The sides take turns, over
-the rounds, with the same tokenizer, chat template and tool:
+Each of 1,000 trajectories has five turns: four calls of a calculator and an answer. The sides take
+turns, over the rounds, with the same tokenizer, chat template and tool:
 
 * in one process: the runner calls the engine as a coroutine;
 * over gRPC: the same process calls a server process (`null_server`), as without loop workers;
