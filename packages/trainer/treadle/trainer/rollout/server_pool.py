@@ -138,8 +138,9 @@ def required_capabilities(config: Config) -> frozenset[str]:
 class ServerPool:
     """Starts the servers of a run, keeps them healthy and in sync, and ends them."""
 
-    _EXIT_GRACE_S: ClassVar[float] = 1.0
-    """How long after its connections break a process may take to end."""
+    _EXIT_GRACE_S: ClassVar[float] = 4.0
+    """How long after its connections break the end of a process may take to be known. Ray tells of
+    a node that died after about 2 s."""
     _ASK_AGAIN_S: ClassVar[float] = 1.0
     _ADD_S: ClassVar[float] = 10.0
     """How long a server that is added may take to answer; it runs already."""
