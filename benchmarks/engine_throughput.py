@@ -2,11 +2,11 @@
 
 The workload is that of the calculator demo: groups of samples share a prompt, all prompts share a
 system prefix, and every sequence has a second turn that extends its first by a tool result. The
-model has the demo's size and random weights. Every completion has the same number of tokens, which
-favours `generate`: it never waits for a straggler.
+model has random weights and, unless `--model` says otherwise, the demo's size. Every completion
+has the same number of tokens, which favours `generate`: it never waits for a straggler.
 
     python benchmarks/engine_throughput.py [--rounds 3] [--threads 2] [--sequences 64]
-        [--device cuda --dtype bfloat16]
+        [--model 0.5b --device cuda --dtype bfloat16]
 
 `generate` runs each turn as one left-padded batch with its own cache, the engine as
 concurrent requests. They take turns, so a noisy machine affects both. The output is the median and
@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from train_step import SHAPES
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from treadle.rollout_server.engine import ElementType, EngineRequest, Sampling, Started, Tokens
@@ -45,18 +46,9 @@ class _Times(NamedTuple):
         return cls(time.perf_counter(), time.process_time())
 
 
-def write_model(directory: Path) -> None:
-    """Writes a model of the demo's size with random weights."""
-    config = Qwen2Config(
-        vocab_size=VOCAB_SIZE,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=1024,
-        tie_word_embeddings=True,
-    )
+def write_model(directory: Path, shape: str) -> None:
+    """Writes a model with random weights, of a shape of `train_step`."""
+    config = Qwen2Config(**SHAPES[shape], max_position_embeddings=1024, tie_word_embeddings=True)
     torch.manual_seed(0)
     auto: Any = AutoModelForCausalLM
     auto.from_config(config).save_pretrained(directory)
@@ -197,6 +189,7 @@ def _with_threads(num_threads: int, function: Callable[..., int], *args: object)
 def main() -> None:
     """Parses the arguments, runs the rounds, prints the report and optionally writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, default="tiny", help="of `train_step`")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--sequences", type=int, default=64)
@@ -206,7 +199,7 @@ def main() -> None:
     args = parser.parse_args()
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory() as directory:
-        write_model(Path(directory))
+        write_model(Path(directory), args.model)
         result = asyncio.run(measure(Path(directory), args))
     print(
         f"{args.sequences} sequences, 2 turns of {COMPLETION_TOKENS} tokens, {args.threads} threads"

@@ -7,6 +7,8 @@ that a busy machine slows all of them alike, and the ratio is taken within each 
 
     ./pants run benchmarks/train_step.py -- --model tiny --rounds 7
     ./pants run benchmarks/train_step.py -- --model small --num_sequences 16 --spread 0.75
+    ./pants run benchmarks/train_step.py -- --model 0.5b --num_sequences 16 --longest 1024 \
+        --spread 0.75 --dtype bfloat16
 
 Where torch has CUDA, all sides compute on the GPU, as the policy does.
 """
@@ -50,6 +52,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 1024,
         "num_hidden_layers": 12,
         "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    },
+    # about 490 M parameters, Qwen2.5-0.5B's sizes: for a GPU
+    "0.5b": {
+        "vocab_size": 151936,
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
         "num_key_value_heads": 2,
     },
 }

@@ -3,6 +3,7 @@
 Where torch has CUDA the policy computes on the GPU, and so does the model of transformers here.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,7 @@ def check_offload(context: Context) -> Figures:
     with _policy(context, "bfloat16", offload=everything) as policy:
         offloaded = _steps(policy, batch)
         report = policy.take_offload_report()
+        gc.collect()  # the policies before are closed, and garbage in cycles
         held = torch.cuda.memory_allocated() if context.on_gpu else 0
     # Some kernels of a GPU add in any order: then runs differ without policy.offload too.
     noise = _distance(plain, again)

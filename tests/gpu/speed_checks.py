@@ -19,6 +19,7 @@ from treadle.rollout_server.testing.process import HERE
 def measure_torch_engine(context: Context) -> Figures:
     """Tokens per second of the torch engine and of transformers' `generate`."""
     size = ["--sequences", "64" if context.on_gpu else "8", "--rounds", _rounds(context, 5)]
+    size += ["--model", "0.5b"] if context.on_gpu else []
     device = ["--device", context.device, "--dtype", "bfloat16" if context.on_gpu else "float32"]
     rates = _benchmark(context, "engine_throughput", *size, *device)["tokens_per_s"]
     return {f"{side}, tokens/s": statistics.median(rates[side]) for side in sorted(rates)}
@@ -26,7 +27,8 @@ def measure_torch_engine(context: Context) -> Figures:
 
 def measure_training(context: Context) -> Figures:
     """Tokens per second of a training step, by the policy and by transformers."""
-    size = ["--model", "small", "--num_sequences", "256", "--longest", "1024", "--spread", "0.75"]
+    # transformers' logits of all 16 padded sequences fill a third of 80 GB.
+    size = ["--model", "0.5b", "--num_sequences", "16", "--longest", "1024", "--spread", "0.75"]
     if not context.on_gpu:
         size = ["--num_sequences", "4", "--longest", "60"]
     dtype = ["--dtype", "bfloat16" if context.on_gpu else "float32"]
@@ -40,9 +42,11 @@ def measure_training(context: Context) -> Figures:
 def measure_server(context: Context, engine: str) -> Figures:
     """Tokens per second through a server, and of its engine alone."""
     options = ["--model.dtype", "bfloat16" if context.on_gpu else "float32"]
-    options += ["--model.device", context.device] if engine == "torch" else []
-    # The server and the engine without one are there at the same time.
-    options += ["--model.gpu_memory_utilization", "0.3"] if context.on_gpu else []
+    if engine == "torch":
+        options += ["--model.device", context.device]
+    elif context.on_gpu:
+        # The server and the engine without one are there at the same time.
+        options += ["--model.gpu_memory_utilization", "0.3"]
     size = ["--rounds", _rounds(context, 3)]
     size += [] if context.on_gpu else ["--concurrency", "4", "--tokens", "16"]
     if context.model is not None:
