@@ -10,10 +10,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from chat_templates import table
-from chat_templates.conversations import CONVERSATIONS, thinking
+from chat_templates.conversations import CONVERSATIONS, TOOLS, reduced, thinking
 from chat_templates.fidelity import Verdict, compare
-from treadle.agent_loop import Message, Rendering
+from treadle.agent_loop import Message, RenderError, Rendering, SetupError
 from treadle.agent_loop.hf import HfRenderer
+from treadle.agent_loop.hf.template import ChatTemplate
 
 DATA = os.environ.get("TREADLE_TEST_DATA")
 PAGE = Path(__file__).parents[2] / "docs/chat_templates.md"
@@ -97,3 +98,31 @@ def test_the_page_is_what_the_templates_say(
     monkeypatch.setattr("sys.argv", ["table.py", str(DATA), str(page)])
     assert table.main() == 0
     assert page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.skipif(DATA is None, reason="TREADLE_TEST_DATA names no folder with chat_templates")
+def test_a_text_is_that_of_transformers(tmp_path: Path) -> None:
+    assert DATA is not None
+    pair(WHOLE)[1].save_pretrained(tmp_path)
+    compared = 0
+    for file in sorted((Path(DATA) / "chat_templates").glob("*.jinja")):
+        tokenizer = table.make_tokenizer(tmp_path, file.stem, file.read_text(encoding="utf-8"))
+        try:
+            template = ChatTemplate(tokenizer, {})
+        except SetupError:
+            continue
+        chats = [c for chat in CONVERSATIONS for c in reduced(chat)]
+        for chat in [*chats, *map(thinking, chats)]:
+            tools = TOOLS if chat.tools else ()
+            try:
+                text = template.text(chat.messages, tools, open_turn=True)
+            except RenderError:
+                continue
+            assert text == tokenizer.apply_chat_template(
+                template.dicts(chat.messages),
+                tools=[tool.as_schema() for tool in tools] or None,
+                add_generation_prompt=True,
+                tokenize=False,
+            )
+            compared += 1
+    assert compared > 1000

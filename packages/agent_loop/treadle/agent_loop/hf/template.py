@@ -16,14 +16,19 @@ alone. Nothing waits; nothing here knows token ids.
 import hashlib
 import itertools
 import json
+import operator
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Final
 
 from treadle.agent_loop.errors import RenderError, SetupError, boundary
+from treadle.agent_loop.hf.chat_text import ChatText, is_plain
 from treadle.agent_loop.types import Message, ToolCall, ToolSpec
 
+# As many sets of tools are remembered: those of a run, whose rows may select some of them.
+_MAX_SETS: Final = 8
 _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 _MARKER = "treadle-boundary"
 _ANSWER = "treadle-answer"
@@ -225,8 +230,8 @@ class ChatTemplate:
         for name in kwargs:
             if re.search(rf"\b{re.escape(name)}\b", str(tokenizer.chat_template)) is None:
                 raise SetupError(f"the chat template does not use {name!r}, a template_kwarg")
-        self._tokenizer = tokenizer
-        self._kwargs = dict(kwargs)
+        self._chat_text = ChatText(tokenizer, kwargs)
+        self._shown: list[_ShownTools] = []
         self._added = AddedTokens(
             (token.content for token in tokenizer.added_tokens_decoder.values()),
             eos=tokenizer.eos_token,
@@ -260,14 +265,10 @@ class ChatTemplate:
             RenderError: The template refuses these messages.
         """
         with boundary(RenderError, "chat template"):
-            text: str = self._tokenizer.apply_chat_template(
-                self.dicts(messages),
-                tools=[tool.as_schema() for tool in tools] or None,
-                add_generation_prompt=open_turn,
-                tokenize=False,
-                **self._kwargs,
+            shown = self._shown_tools(tools)
+            return self._chat_text.render(
+                self.dicts(messages), shown.schemas, open_turn=open_turn, plain_tools=shown.plain
             )
-            return text
 
     def after_turn(
         self,
@@ -293,7 +294,7 @@ class ChatTemplate:
                 raise RenderError(f"the chat template shows no results: {self.tool_problem}")
             end, (turn, answers) = self._tool_end, self._calling_turn(messages)
         before = self._before_turn(history)
-        _refuse_marker(before, tools)
+        _refuse_marker(before, self._shown_tools(tools))
         whole = self.text((*before, turn, *answers), tools, open_turn=True)
         after = _after_marker(whole, turn)
         cut = self._added.cut(after, end)
@@ -303,6 +304,17 @@ class ChatTemplate:
                 f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
             )
         return AfterTurn(closing=cut[0], text=cut[1], ends=frozenset((end.token, end.stop)))
+
+    def _shown_tools(self, tools: Sequence[ToolSpec]) -> "_ShownTools":
+        """Returns what depends on the tools only; of the latest sets it is kept."""
+        for place, shown in enumerate(self._shown):
+            if shown.is_of(tools):
+                if place:
+                    self._shown = [shown, *(each for each in self._shown if each is not shown)]
+                return shown
+        shown = _ShownTools(tuple(tools))
+        self._shown = [shown, *self._shown[: _MAX_SETS - 1]]
+        return shown
 
     def _before_turn(self, history: Sequence[Message]) -> tuple[Message, ...]:
         """Returns the messages before the synthetic turn: as few as the template allows."""
@@ -317,15 +329,16 @@ class ChatTemplate:
         """Returns a turn with the calls that the messages answer, and the messages with its ids."""
         results = tuple(itertools.takewhile(lambda m: m.role == "tool", messages))
         named = tuple(
-            replace(m, tool_call_id=m.tool_call_id or f"call_{i}", name=m.name or "unknown")
+            m
+            if m.tool_call_id and m.name
+            else replace(m, tool_call_id=m.tool_call_id or f"call_{i}", name=m.name or "unknown")
             for i, m in enumerate(results)
         )
+        arguments = PROBE_CALL.arguments if self._calls_are_written else {}
         calls = tuple(
-            replace(PROBE_CALL, id=m.tool_call_id or "", name=m.name or "")
+            ToolCall(id=m.tool_call_id or "", name=m.name or "", arguments=arguments)
             for m in (named if self._parallel else named[:1])
         )
-        if not self._calls_are_written:
-            calls = tuple(replace(call, arguments={}) for call in calls)
         content = "" if self._calls_are_written else _MARKER
         turn = Message(role="assistant", content=content, tool_calls=calls)
         return turn, (*named, *messages[len(results) :])
@@ -443,10 +456,40 @@ class ChatTemplate:
         return whole[start:stop]
 
 
-def _refuse_marker(messages: Sequence[Message], tools: Sequence[ToolSpec]) -> None:
+class _ShownTools:
+    """A set of tools as a template shows it.
+
+    Args:
+        specs: The tools.
+
+    Attributes:
+        specs: The tools.
+        schemas: Their schemas; None if there are none.
+        plain: Whether the schemas are plain data.
+    """
+
+    def __init__(self, specs: tuple[ToolSpec, ...]) -> None:
+        self.specs = specs
+        self.schemas = [spec.as_schema() for spec in specs] or None
+        self.plain = is_plain(self.schemas)
+
+    def is_of(self, tools: Sequence[ToolSpec]) -> bool:
+        """Returns whether it is of these very tools: equal ones may have a schema in other words.
+
+        `True` equals 1, and dictionaries are equal in any order.
+        """
+        return len(tools) == len(self.specs) and all(map(operator.is_, tools, self.specs))
+
+    @cached_property
+    def marked(self) -> bool:
+        """Whether a schema contains the marker."""
+        return _MARKER in json.dumps(self.schemas, default=str)
+
+
+def _refuse_marker(messages: Sequence[Message], tools: _ShownTools) -> None:
     if any(_MARKER in message.content for message in messages):
         raise RenderError(f"a system message contains the reserved text {_MARKER!r}: reword it")
-    if any(_MARKER in json.dumps(tool.as_schema(), default=str) for tool in tools):
+    if tools.marked:
         raise RenderError(f"a tool's schema contains the reserved text {_MARKER!r}: reword it")
 
 

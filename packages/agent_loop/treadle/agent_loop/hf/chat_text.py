@@ -1,0 +1,156 @@
+"""Renders a chat template as `apply_chat_template` does, without what that repeats at each call.
+
+Invariant: the text is that of `tokenizer.apply_chat_template(..., tokenize=False)`.
+
+`apply_chat_template` rebuilds all messages and tools at each call, because it may be given objects
+whose methods a template could call. That and its other preparations take as long as the template.
+Where all data are plain already, the compiled template is called with the data as they are; its
+sandbox lets it change none of them. Other data, and tokenizers with a method of their own, take the
+public way.
+
+Nothing waits, and any thread may call.
+"""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
+
+_SCALARS: Final = frozenset({str, int, float, bool, type(None)})
+_OTHER_NAMES: Final = frozenset({"messages", "conversations"})  # no arguments of a template
+# Writes all that a template is given, to compare both ways.
+_ALL = (
+    "{{ [messages, tools, documents, add_generation_prompt, bos_token | default(''),"
+    " eos_token | default('')] | tojson }}"
+)
+_EXAMPLE: Final[list[dict[str, object]]] = [
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a"}]},
+    {"role": "assistant", "content": "", "reasoning_content": "b", "tool_calls": [{"id": "c"}]},
+    {"role": "tool", "content": "d", "tool_call_id": "c", "name": "e"},
+]
+
+
+class ChatText:
+    """The chat template of a tokenizer, as a function of messages and tools.
+
+    Args:
+        tokenizer: A tokenizer with a chat template; neither it nor the template changes later.
+        kwargs: Passed to the template, for example `enable_thinking`.
+
+    Attributes:
+        direct: Whether plain data take the short way: this version of transformers prepares what a
+            template is given as this class does. It is compared, because no interface promises it.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, object]) -> None:
+        self._tokenizer: Any = tokenizer
+        self._kwargs = dict(kwargs)
+        self._variables = {**tokenizer.special_tokens_map, **kwargs}
+        # The template without tools, and with them: a tokenizer may have one for each.
+        self._compiled = (None, None)
+        self.direct = self._is_as_expected()
+        if self.direct:
+            self._compiled = self._compile(None), self._compile([])
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        tools: list[dict[str, object]] | None,
+        *,
+        open_turn: bool,
+        plain_tools: bool,
+    ) -> str:
+        """Returns a conversation.
+
+        Args:
+            messages: As `apply_chat_template` takes them.
+            tools: Their schemas; None if there are none.
+            open_turn: Whether to end with the header of the assistant's next turn.
+            plain_tools: `is_plain(tools)`, which the caller asks once for many calls.
+
+        Raises:
+            Exception: The template refuses these messages.
+        """
+        compiled = self._compiled[tools is not None]
+        if compiled is None or not (plain_tools and messages and all(map(is_plain, messages))):
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                add_generation_prompt=open_turn,
+                tokenize=False,
+                **self._kwargs,
+            )
+            return text
+        return _render(compiled, messages, tools, open_turn=open_turn, variables=self._variables)
+
+    def _compile(self, tools: list[Any] | None) -> Any:
+        """Returns the template for chats with or without tools; None if there is none."""
+        try:
+            text = self._tokenizer.get_chat_template(tools=tools)
+        except ValueError:  # there are several, and none for this
+            return None
+        return chat_template_utils._compile_jinja_template(text)  # cached by transformers
+
+    def _is_as_expected(self) -> bool:
+        """Returns whether both ways give a template the same."""
+        public = PreTrainedTokenizerBase.apply_chat_template
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if (
+            type(self._tokenizer).apply_chat_template is not public
+            or compile_template is None
+            or not is_plain(self._kwargs)
+            or not _OTHER_NAMES.isdisjoint(self._kwargs)
+            or not inspect.signature(public).parameters.keys().isdisjoint(self._kwargs)
+        ):
+            return False
+        tools: list[dict[str, object]] = [{"type": "function", "function": {"name": "e"}}]
+        mine = _render(
+            compile_template(_ALL), _EXAMPLE, tools, open_turn=True, variables=self._variables
+        )
+        theirs = self._tokenizer.apply_chat_template(
+            _EXAMPLE,
+            tools=tools,
+            chat_template=_ALL,
+            add_generation_prompt=True,
+            tokenize=False,
+            **self._kwargs,
+        )
+        return bool(mine == theirs)
+
+
+def is_plain(value: object) -> bool:
+    """Returns whether a value is what JSON decodes to: exactly these types, all the way down."""
+    kind = type(value)
+    if kind in _SCALARS:
+        return True
+    if kind is dict:
+        items: Any = value
+        return all(type(key) is str and is_plain(item) for key, item in items.items())
+    if kind is list:
+        values: Any = value
+        return all(map(is_plain, values))
+    return False
+
+
+def _render(
+    compiled: Any,
+    messages: Sequence[dict[str, Any]],
+    tools: list[dict[str, object]] | None,
+    *,
+    open_turn: bool,
+    variables: Mapping[str, object],
+) -> str:
+    """As `apply_chat_template` of transformers 5.23 to 5.24 does, with data that are plain."""
+    # It gives the reasoning under its older name too, in front, as here.
+    seen = [
+        {"thinking": message["reasoning_content"], **message}
+        if "reasoning_content" in message
+        else message
+        for message in messages
+    ]
+    text: str = compiled.render(
+        messages=seen, tools=tools, documents=None, add_generation_prompt=open_turn, **variables
+    )
+    return text
