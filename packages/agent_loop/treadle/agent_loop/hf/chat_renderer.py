@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from treadle.agent_loop.errors import PromptTooLongError, RenderError, SetupError, boundary
+from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
     PARSER_NAMES,
@@ -92,6 +93,7 @@ class HfRenderer:
             parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
         self.parser = parser_named(parser) if isinstance(parser, str) else parser
         self._backend = _backend_of(tokenizer)
+        self._pieces = None if self._backend is None else PieceEncoder.of(self._backend)
         # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
         self._tokenizer.encode("", add_special_tokens=False)
         self._unread_call = self._find_unread_call()
@@ -156,7 +158,24 @@ class HfRenderer:
         if tools and self._unread_call is not None:
             raise SetupError(self._unread_call)
         text = self.template.text(messages, tools, open_turn=True)
-        return self._placed(self.encode(text), messages)
+        return self._placed(self._encode_chat(text, keep=True), messages)
+
+    def render_again(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        ids: Sequence[int],
+        written: Sequence[tuple[int, int]],
+    ) -> Rendering:
+        """As in `RerenderingRenderer`: tokenises the pieces only that are not in `written`.
+
+        Raises:
+            RenderError: The template refuses these messages, or images cannot be rendered.
+        """
+        text = self.template.text(messages, tools, open_turn=True)
+        known = {} if self._pieces is None else self._pieces.pieces(ids, written)
+        return self._placed(self._encode_chat(text, known=known), messages)
 
     def extend(
         self,
@@ -176,8 +195,8 @@ class HfRenderer:
         if any(ids[-1] == self._added_ids[end] for end in after.ends):
             # Tokenise with the end-of-turn token in front: some tokenizers treat the start of a
             # text differently, and some added tokens swallow the space after them.
-            return self._placed(self.encode(after.text)[1:], messages)
-        return self._placed(self.encode(after.closing + after.text), messages)
+            return self._placed(self._encode_chat(after.text)[1:], messages)
+        return self._placed(self._encode_chat(after.closing + after.text), messages)
 
     def parse(
         self,
@@ -234,13 +253,24 @@ class HfRenderer:
             RenderError: The tokenizer refuses the text.
             PromptTooLongError: The renderer is bounded, and the text is longer.
         """
-        if self._max_tokens is not None and len(text) > self._max_tokens * _USUAL_CHARACTERS:
-            self._check_length(text, self._max_tokens)
+        self._check_length(text)
         return self._encode(text)
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
-        """Counts the ids of a text piece by piece, up to where it is too long."""
-        counted = 0
+    def _encode_chat(
+        self, text: str, *, known: Mapping[str, Sequence[int]] | None = None, keep: bool = False
+    ) -> tuple[int, ...]:
+        """As `encode`, for a text of the template, of which `PieceEncoder` may know pieces."""
+        if self._pieces is None or not self._backend_is_free():
+            return self.encode(text)
+        self._check_length(text)
+        with boundary(RenderError, "tokenizer"):
+            return self._pieces.encode(text, known=known or {}, keep=keep)
+
+    def _check_length(self, text: str) -> None:
+        """Counts the ids of a text piece by piece, up to where it is too long for the bound."""
+        max_tokens, counted = self._max_tokens, 0
+        if max_tokens is None or len(text) <= max_tokens * _USUAL_CHARACTERS:
+            return
         for start in range(0, len(text), _PIECE):
             counted += len(self._encode(text[start : start + _PIECE]))
             if counted > 2 * max_tokens:
@@ -252,11 +282,14 @@ class HfRenderer:
     def _encode(self, text: str) -> tuple[int, ...]:
         with boundary(RenderError, "tokenizer"):  # it refuses lone surrogates
             backend = self._backend
-            # The settings may be another user's of the same tokenizer by now.
-            if backend is not None and backend.truncation is None and backend.padding is None:
+            if backend is not None and self._backend_is_free():
                 # As `encode`, but without the places of the tokens, a fifth of its time.
                 return tuple(backend.encode_batch_fast([text], add_special_tokens=False)[0].ids)
             return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def _backend_is_free(self) -> bool:
+        """Returns whether the library's tokenizer has no settings of another user of it."""
+        return self._backend.truncation is None and self._backend.padding is None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Returns the text of ids, including special tokens."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from treadle.agent_loop import (
@@ -192,6 +192,32 @@ def test_odd_sampled_ids_are_kept(renderer: HfRenderer) -> None:
         sampled(renderer, "assistant"), [Message(role="user", content="x")], tools=()
     ).ids
     assert extension[1:] == closed
+
+
+@pytest.mark.parametrize("plain", [True, False], ids=["piece by piece", "whole"])
+def test_a_conversation_is_rendered_again_as_it_was(plain: bool) -> None:
+    tokenizer = make_tokenizer()
+    if not plain:
+        tokenizer.add_tokens([AddedToken("<odd>", lstrip=True)])
+    renderer = HfRenderer(tokenizer)
+    assert (renderer._pieces is not None) is plain
+    answer = Message(role="tool", content="6", tool_call_id="call_0")
+    prompt = renderer.render(TASK, tools=[CALCULATOR]).ids
+    odd = tuple(i for c in TURN_TEXT for i in renderer.encode(c))  # no tokenizer writes it so
+    turn = (*odd, *renderer.encode("<|im_end|>"))
+    extension = renderer.extend((*prompt, *turn), [answer], tools=[CALCULATOR]).ids
+    ids, start = (*prompt, *turn, *extension), len(prompt) + len(turn)
+    for last in ("It is 6.", "6<|im_end|>"):
+        said = (Message(role="assistant", content=TURN_TEXT), answer)
+        messages = (*TASK, *said, Message(role="assistant", content=last))
+        again = renderer.render_again(
+            messages,
+            tools=[CALCULATOR],
+            ids=(*ids, *sampled(renderer, last)),
+            written=[(0, len(prompt)), (start, len(ids))],
+        )
+        assert again == renderer.render(messages, tools=[CALCULATOR])
+        assert again.ids[: len(ids)] != ids
 
 
 def test_parse_gives_text_without_the_end_of_turn(renderer: HfRenderer) -> None:

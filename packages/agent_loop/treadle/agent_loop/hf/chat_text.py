@@ -123,15 +123,16 @@ class ChatText:
 def is_plain(value: object) -> bool:
     """Returns whether a value is what JSON decodes to: exactly these types, all the way down."""
     kind = type(value)
-    if kind in _SCALARS:
-        return True
     if kind is dict:
         items: Any = value
-        return all(type(key) is str and is_plain(item) for key, item in items.items())
+        for key, item in items.items():
+            if type(key) is not str or not (type(item) in _SCALARS or is_plain(item)):
+                return False
+        return True
     if kind is list:
         values: Any = value
         return all(map(is_plain, values))
-    return False
+    return kind in _SCALARS
 
 
 def _render(

@@ -87,6 +87,7 @@ class Conversation:
         self._messages = list(task.messages)
         rendered = services.renderer.render(task.messages, tools=self._tools)
         self._transcript = Transcript(rendered.ids, images=rendered.images)
+        self._written = [(0, len(rendered.ids))]  # by one call of the renderer each
         self._assistant_turns = 0
         self._user_turns = 0
         self._findings: list[Finding] = []
@@ -256,6 +257,7 @@ class Conversation:
             response=transcript.num_response_tokens + len(answer.ids) + reserve,
         )
         if stop is None:
+            self._written.append((len(transcript), len(transcript) + len(answer.ids)))
             transcript.observe(answer.ids, images=answer.images)
             self._messages.extend(messages)
             self._user_turns += 1
@@ -284,7 +286,12 @@ class Conversation:
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]
         recorded = [
-            RecordedSample(tokens=c._transcript.freeze(), messages=c.messages, tools=c._tools)
+            RecordedSample(
+                tokens=c._transcript.freeze(),
+                messages=c.messages,
+                tools=c._tools,
+                written=tuple(c._written),
+            )
             for c in (*spoken, self)
         ]
         findings = [finding for c in everyone for finding in c._findings]

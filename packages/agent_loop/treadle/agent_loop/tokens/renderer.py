@@ -231,6 +231,37 @@ class BoundedRenderer(ChatRenderer, Protocol):
 
 
 @runtime_checkable
+class RerenderingRenderer(ChatRenderer, Protocol):
+    """A renderer that renders a conversation again with less work than the first time.
+
+    The ids of a conversation are known when it ends, except where the template would now write it
+    differently, and where the model wrote.
+    """
+
+    def render_again(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        ids: Sequence[int],
+        written: Sequence[tuple[int, int]],
+    ) -> Rendering:
+        """Returns what `render` returns.
+
+        Args:
+            messages: The conversation.
+            tools: As in `render`.
+            ids: The ids of the conversation so far.
+            written: The parts [start, stop) of `ids` that are the result of one call of `render` or
+                `extend` each.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+        ...
+
+
+@runtime_checkable
 class StreamingRenderer(ChatRenderer, Protocol):
     """A renderer that says what is certain of a completion that is still being sampled."""
 

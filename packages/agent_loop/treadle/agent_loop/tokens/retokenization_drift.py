@@ -12,9 +12,10 @@ turn, so that one difference counts once. A turn drifts as
 - *observed* if it is in tokens that the renderer wrote: the template now renders that context
   differently (for example, it drops the reasoning of earlier turns), or a boundary differs.
 
-Pure. Each sample is rendered once when its trajectory ends, which costs as much as tokenising it
-once. The event loop waits meanwhile, so at most `MAX_TOKENS` per trajectory are measured: an agent
-that edits its history with each request has a sample per request.
+Pure. Each sample is rendered once when its trajectory ends, and what the model wrote of it is
+tokenised; all of it if the renderer is no `RerenderingRenderer`. The event loop waits meanwhile, so
+at most `MAX_TOKENS` per trajectory are measured: an agent that edits its history with each request
+has a sample per request.
 """
 
 from collections import Counter
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from treadle.agent_loop.errors import RenderError
-from treadle.agent_loop.tokens.renderer import ChatRenderer
+from treadle.agent_loop.tokens.renderer import ChatRenderer, RerenderingRenderer
 from treadle.agent_loop.tokens.transcript import Origin, Tokens
 from treadle.agent_loop.trajectory import Finding
 from treadle.agent_loop.types import Message, ToolSpec
@@ -114,11 +115,13 @@ class RecordedSample:
         tokens: Tokens of the sample.
         messages: Messages of the sample; the last one is the assistant's.
         tools: Tools that were shown to the model.
+        written: See `RerenderingRenderer.render_again`.
     """
 
     tokens: Tokens
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...]
+    written: tuple[tuple[int, int], ...] = ()
 
 
 def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> RetokenizationDrift:
@@ -134,7 +137,7 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
             unmeasured += 1
             continue
         try:
-            expected = renderer.render(sample.messages, tools=sample.tools).ids
+            expected = _rendered(sample, renderer)
         except RenderError:
             unknown += 1
             continue
@@ -161,6 +164,14 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
         num_unmeasured=unmeasured,
         first=first,
     )
+
+
+def _rendered(sample: RecordedSample, renderer: ChatRenderer) -> tuple[int, ...]:
+    messages, tools = sample.messages, sample.tools
+    if not isinstance(renderer, RerenderingRenderer):
+        return renderer.render(messages, tools=tools).ids
+    ids, written = sample.tokens.ids, sample.written
+    return renderer.render_again(messages, tools=tools, ids=ids, written=written).ids
 
 
 def _differences(

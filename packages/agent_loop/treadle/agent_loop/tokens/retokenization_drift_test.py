@@ -1,5 +1,8 @@
 """Tests of retokenization drift: what is counted, and what is shown of it."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,6 +24,7 @@ from treadle.agent_loop import (
     Services,
     StopReason,
     TokenChunk,
+    ToolSpec,
     Trajectory,
     Transcript,
     default_loops,
@@ -171,6 +175,55 @@ async def test_8_every_run_reports_it() -> None:
         "drift/unknown_samples",
         "drift/unmeasured_samples",
     ]
+
+
+class Remembering(ByteRenderer):
+    """Knows what it wrote."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[int, ...]] = []
+        self.again: list[tuple[int, ...]] = []
+
+    def render(self, *args: Any, **kwargs: Any) -> Rendering:
+        made = super().render(*args, **kwargs)
+        self.made.append(made.ids)
+        return made
+
+    def extend(self, *args: Any, **kwargs: Any) -> Rendering:
+        made = super().extend(*args, **kwargs)
+        self.made.append(made.ids)
+        return made
+
+    def render_again(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        ids: Sequence[int],
+        written: Sequence[tuple[int, int]],
+    ) -> Rendering:
+        self.again.extend(tuple(ids[start:stop]) for start, stop in written)
+        return super().render(messages, tools=tools)
+
+
+@pytest.mark.asyncio
+async def test_9_a_renderer_is_told_what_it_wrote() -> None:
+    renderer = Remembering()
+    services = Services(
+        generator=ScriptedGenerator(["one", " two"]),
+        renderer=renderer,
+        limits=LoopLimits(max_response_tokens=200),
+        sampling=SamplingParams(max_tokens=100),
+    )
+    task = AgentTask(task_id="t", sample_index=0, rollout_index=0, loop="twice", messages=(USER,))
+    with Conversation(task, services) as chat:
+        await chat.generate()
+        chat.answer([USER])
+        await chat.generate()
+        trajectory = chat.finish(StopReason.FINISHED)
+    assert renderer.again == renderer.made and len(renderer.made) == 2
+    assert trajectory.findings == ()
 
 
 async def _run(loops: LoopRegistry, services: Services, *, count: int) -> list[Trajectory]:
