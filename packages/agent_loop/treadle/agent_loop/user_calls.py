@@ -3,7 +3,7 @@
 Invariant: whoever waits for a user's code, and is cancelled, goes on after `GRACE_S` at the latest.
 A plain function runs on a thread beside the event loop. Python can end neither a thread nor a task
 that swallows its cancellation, so these are left behind: a warning names them, and nothing waits
-for them, not even the end of the process.
+for them, not even the end of the process. A thread whose function has ended serves the next call.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import asyncio
 import contextvars
 import inspect
 import logging
+import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,9 @@ GRACE_S = 5.0
 
 # As many as Python's own executor has at most. A thread that is left behind gives its place back.
 _MAX_THREADS = 32
+# What each waiting thread gets its calls from. A forked child has none of the threads.
+_idle: list[SimpleQueue[Callable[[], Callable[[], object]]]] = []
+os.register_at_fork(after_in_child=_idle.clear)
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 _logger = logging.getLogger(__name__)
 
@@ -40,7 +45,10 @@ async def call_user(what: str, function: Callable[[], object]) -> object:
     Raises:
         BaseException: Whatever the function raised.
     """
-    return await end_if_cancelled(what, result_of(what, function))
+    if _is_async(function):
+        return await end_if_cancelled(what, result_of(what, function))
+    result = await in_thread(what, function)
+    return await end_if_cancelled(what, _end(result)) if inspect.isawaitable(result) else result
 
 
 async def result_of(what: str, function: Callable[[], object]) -> object:
@@ -53,8 +61,12 @@ async def result_of(what: str, function: Callable[[], object]) -> object:
     return await result if inspect.isawaitable(result) else result
 
 
+async def _end(result: Awaitable[object]) -> object:
+    return await result
+
+
 async def in_thread(what: str, function: Callable[[], T]) -> T:
-    """Calls a plain function on a thread of its own and returns its result.
+    """Calls a plain function on a thread that nothing else uses, and returns its result.
 
     Raises:
         BaseException: Whatever the function raised.
@@ -69,17 +81,18 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
         if not done.done():
             done.set_result(outcome)
 
-    def run() -> None:
+    def run() -> Callable[[], object]:
+        threading.current_thread().name = what
         outcome: tuple[T] | BaseException
         try:
             outcome = (context.run(function),)
         except BaseException as error:
             outcome = error
-        with suppress(RuntimeError):  # the loop has closed, and nobody waits
-            loop.call_soon_threadsafe(tell, outcome)
+        return partial(loop.call_soon_threadsafe, tell, outcome)
 
-    async with _places.setdefault(loop, asyncio.Semaphore(_MAX_THREADS)):
-        threading.Thread(target=run, name=what, daemon=True).start()
+    places = _places.get(loop) or _places.setdefault(loop, asyncio.Semaphore(_MAX_THREADS))
+    async with places:
+        _start(run)
         try:
             outcome = await done
         except asyncio.CancelledError:
@@ -88,6 +101,35 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome[0]
+
+
+def _start(run: Callable[[], Callable[[], object]]) -> None:
+    """Calls `run` on a thread, and then what it returns, when the thread can be used again."""
+    try:
+        calls = _idle.pop()
+    except IndexError:
+        calls = SimpleQueue()
+        threading.Thread(target=_serve, args=(calls,), daemon=True).start()
+    calls.put(run)
+
+
+def _serve(calls: SimpleQueue[Callable[[], Callable[[], object]]]) -> None:
+    while _serve_one(calls):
+        pass
+
+
+def _serve_one(calls: SimpleQueue[Callable[[], Callable[[], object]]]) -> bool:
+    """Serves a call, and returns whether the thread can be used again.
+
+    A function of its own, so that a thread that waits for a call keeps nothing of the last one.
+    """
+    report = calls.get()()
+    kept = len(_idle) < _MAX_THREADS
+    if kept:
+        _idle.append(calls)
+    with suppress(RuntimeError):  # the loop has closed, and nobody waits
+        report()
+    return kept
 
 
 async def end_if_cancelled(

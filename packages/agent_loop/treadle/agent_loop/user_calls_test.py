@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import weakref
 from functools import partial
 
 import pytest
@@ -99,6 +100,30 @@ async def test_a_task_that_swallows_its_cancellation_is_left_behind(
 
 
 @pytest.mark.asyncio
+async def test_a_thread_serves_one_call_after_another_and_keeps_nothing_of_them() -> None:
+    class Result:
+        pass
+
+    async def call() -> tuple[int, weakref.ref[Result]]:
+        thread, made = await in_thread("f", lambda: (threading.get_ident(), Result()))
+        return thread, weakref.ref(made)
+
+    first, made = await call()
+    second, _ = await call()
+    assert first == second
+    assert made() is None
+    # More at once than threads that wait: each has one of its own.
+    both = threading.Barrier(2, timeout=10)
+
+    def meet() -> int:
+        both.wait()
+        return threading.get_ident()
+
+    threads = await asyncio.gather(in_thread("f", meet), in_thread("f", meet))
+    assert len(set(threads)) == 2
+
+
+@pytest.mark.asyncio
 async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -117,6 +142,24 @@ async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_bac
     await asyncio.wait(tasks)
     assert "f did not end in time; its thread is left behind" in caplog.text
     assert await in_thread("g", lambda: 1) == 1
+    gate.set()
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_is_left_behind_serves_nobody_until_its_function_ends() -> None:
+    began, gate, stuck = threading.Event(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        began.set()
+        gate.wait(10)
+        stuck.set()
+
+    task = asyncio.create_task(in_thread("f", hang))
+    assert await asyncio.to_thread(began.wait, 10)
+    task.cancel()
+    await asyncio.wait([task])
+    for _ in range(3):
+        assert await in_thread("g", lambda: stuck.is_set()) is False
     gate.set()
 
 
