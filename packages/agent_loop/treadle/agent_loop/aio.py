@@ -40,13 +40,18 @@ async def run_shielded(work: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
 async def concurrently(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Runs coroutines concurrently and returns their results in the order given.
 
+    A single one runs in the caller's task.
+
     Raises:
         BaseException: The first failure, not wrapped in a group, after the other coroutines were
             cancelled and awaited.
     """
+    coroutines = tuple(works)
+    if len(coroutines) < 2:  # the usual case; a group and a task take longer than a tool's call
+        return [await work for work in coroutines]
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(work) for work in works]
+            tasks = [group.create_task(work) for work in coroutines]
     except BaseExceptionGroup as failures:
         first = sole_cause(failures)
         raise first from first.__cause__  # `from None` would cut off what caused it

@@ -67,3 +67,16 @@ async def test_concurrently_keeps_the_order_and_raises_the_failure_itself() -> N
     with pytest.raises(OSError, match="no"):
         await concurrently([late(), fail()])
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_single_coroutine_runs_in_the_callers_task() -> None:
+    async def current() -> object:
+        return asyncio.current_task()
+
+    async def fail() -> None:
+        raise OSError("no")
+
+    assert await concurrently([current()]) == [asyncio.current_task()]
+    assert await concurrently([]) == []
+    with pytest.raises(OSError, match="no"):
+        await concurrently([fail()])

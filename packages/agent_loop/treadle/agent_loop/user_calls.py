@@ -148,7 +148,8 @@ async def end_if_cancelled(
     """
     task = asyncio.create_task(_outcome(work), name=what)
     try:
-        await asyncio.wait([task])
+        # `work` can end it too, by a CancelledError of its own; it has ended then.
+        await asyncio.shield(task)
     except asyncio.CancelledError as cancelled:
         task.cancel()
         try:

@@ -343,8 +343,7 @@ class CapturedSession:
                 )
                 for index, each in enumerate(plans)
             ]
-            # One answer needs no task beside the caller's.
-            sampled = [await samplings[0]] if n == 1 else await concurrently(samplings)
+            sampled = await concurrently(samplings)
         self._check_open()
         for each, (turn, uncut, past) in zip(plans, sampled, strict=True):
             self._write(each, turn, uncut=uncut)

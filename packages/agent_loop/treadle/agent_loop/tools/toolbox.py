@@ -144,11 +144,13 @@ class Toolbox:
         wanted = dict.fromkeys(r.name for r in taken if isinstance(r, ToolCall))
         async with self._opening:  # an agent may call `run` concurrently
             missing = [n for n in wanted if n in self._tools and n not in self._sessions]
-            await concurrently([self._open(name) for name in missing])
-        results = await concurrently([self._answer(request) for request in taken])
+            await concurrently(map(self._open, missing))
+        results = await concurrently(map(self._answer, taken))
         self._seconds += time.perf_counter() - started
         for message, result in results:
             self.rewards.append(result.reward)
+            if not result.metrics:
+                continue
             wrong = other_rule(result.metrics, self._tools, self._rules)
             if wrong is not None:
                 with _named(message.name or ""):
