@@ -5,7 +5,6 @@ same way for all formats.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
@@ -94,7 +93,7 @@ class FormatParser:
             reasoning, start = self._thinking.split(text, prompt_end=prompt_end)
         scan = Scan(text, start=start, new_id=self._format.new_id)
         self._format.read(scan, Schemas(tools))
-        return replace(scan.parsed(reasoning=reasoning), content_start=start)
+        return scan.parsed(reasoning=reasoning)
 
     def settled(self, text: str, *, prompt_end: str) -> Settled:
         """As in `StreamingParser`: the content up to the first mark, without white space after it.

@@ -27,6 +27,7 @@ MAX_DEPTH = 64
 """Levels of lists and objects that an argument may have."""
 _TOO_DEEP = f"the JSON is nested too deeply: {MAX_DEPTH} levels are taken"
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 
 
 def decode_json(text: str, start: int = 0) -> tuple[object, int]:
@@ -38,7 +39,7 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
     try:
         value, stop = _DECODER.raw_decode(text, start)
         # "\\ud800" and 1e999 parse as JSON, but cannot be rendered or written again.
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        _ENCODER.encode(value).encode()
     except json.JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated string")
         kind = _CutStringError if cut else CallError
@@ -47,7 +48,8 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
         raise CallError(_TOO_DEEP) from None
     except ValueError as error:
         raise CallError(str(error)) from None
-    if _is_deep(value):
+    opened = text.count("{", start, stop) + text.count("[", start, stop)
+    if opened > MAX_DEPTH and _is_deep(value):
         raise CallError(_TOO_DEEP)
     return value, stop
 

@@ -188,7 +188,8 @@ class Counting(str):
         return part
 
     def count(self, *args: object) -> int:
-        Counting.seen += int(args[2]) if len(args) > 2 else len(self)  # type: ignore[call-overload]
+        start, stop = args[1:] or (0, len(self))
+        Counting.seen += int(stop) - int(start)  # type: ignore[call-overload]
         return super().count(*args)  # type: ignore[arg-type]
 
 

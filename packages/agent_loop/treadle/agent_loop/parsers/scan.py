@@ -153,6 +153,7 @@ class Scan:
             call_starts=tuple(self._starts),
             malformed=tuple(self._malformed),
             reasoning=reasoning,
+            content_start=self._start,
         )
 
     def _move(self, start: int, stop: int) -> None:
