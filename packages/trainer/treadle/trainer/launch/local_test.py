@@ -258,3 +258,4 @@ async def test_a_child_that_even_a_kill_does_not_end_is_left_behind(
             await process.stop(grace_s=0.05)
         assert f"child (pid {process.pid}) does not end, 0.05 s after SIGKILL" in caplog.text
         assert await wait_until_ended(process, 0) is None
+        await process.stop(grace_s=0)  # the launcher would wait for the deaf one

@@ -78,6 +78,7 @@ class _Rank:
     Attributes:
         sign: Its latest sign of life.
         signs: How many it has given.
+        silent: Whether it was found dead for want of them.
     """
 
     number: int
@@ -85,6 +86,7 @@ class _Rank:
     connection: "Connection[Any, Any]"
     sign: Alive
     signs: int = 1
+    silent: bool = False
 
     @property
     def process_text(self) -> str:
@@ -346,6 +348,8 @@ class PolicyGroup:
             f"{limit_s:g} s (policy.unresponsive_s); it gave the last one at {rank.sign.place}"
             for rank, command in ranks
         ]
+        for rank, _ in ranks:
+            rank.silent = True
         rank = ranks[0][0]
         tail = await rank.process.log_tail()
         return PolicyError(
@@ -398,7 +402,10 @@ class PolicyGroup:
                     await self.call(Stop())
             except (PolicyError, TimeoutError):
                 pass  # the processes are ended below either way
-        await asyncio.gather(*(rank.process.stop(_GRACE_S) for rank in self._ranks))
+        # One that stands still would not end by itself either.
+        await asyncio.gather(
+            *(rank.process.stop(0.0 if rank.silent else _GRACE_S) for rank in self._ranks)
+        )
         for rank in self._ranks:
             rank.connection.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
