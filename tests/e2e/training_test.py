@@ -1,9 +1,13 @@
-"""Training end to end: all processes real, over gRPC, with the demo's model."""
+"""Training end to end: all processes real, over gRPC, with the demo's model.
+
+One plain run is shared. How weights travel, where processes run, how a model is split over them and
+who has the memory meanwhile change nothing of what is learned, so other runs are compared with it.
+"""
 
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +18,38 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.testing import brittle
 
 from .span_table import Spans, add_span, documented_spans
-from .testing import Trainer
+from .testing import SMALL, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 Train = Callable[..., Trainer]
 
 
 _LOGGERS = (
-    f"run.loggers=[{brittle('Records')},{brittle('RaisesAtStart')},{brittle('HangsAtAStep')}]"
+    f"run.loggers=[{brittle('Records')},{brittle('RaisesAtStart')},{brittle('HangsAtAStep')}]",
+    "run.loggers_timeout_s=5",
 )
 
-_TRACES = "tracing.backends=jsonl"
+
+def _arguments(texts: Path) -> tuple[str, ...]:
+    folders = (f"run.rollout_data_dir={texts}/train", f"run.validation_data_dir={texts}/val")
+    return (*folders, "rollout.val.samples_per_prompt=2")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """The run whose weights are sent to two servers in the calls, with traces."""
+    folder = tmp_path_factory.mktemp("plain")
+    arguments = ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000")
+    trainer = Trainer(
+        folder / "run",
+        [*SMALL, *arguments, *_arguments(folder / "texts"), "tracing.backends=jsonl"],
+    )
+    try:
+        assert trainer.wait() == 0, trainer.output
+        yield trainer
+    finally:
+        trainer.process.kill()
+        trainer.process.wait()
 
 
 def _check_versions(trainer: Trainer) -> None:
@@ -35,22 +60,66 @@ def _check_versions(trainer: Trainer) -> None:
         assert {span["weight_version"] for span in spans} == {expected}
 
 
+def test_a_run_trains_validates_and_writes_its_files(plain: Trainer) -> None:
+    _check_run(plain, plain.run_dir.with_name("texts"))
+    _check_spans(plain)
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("sync.transport=inline", "rollout.num_replicas=2", "rollout.cache_tokens=2000", _TRACES),
-        ("sync.transport=file", "rollout.temperature=0.7", _LOGGERS, "run.loggers_timeout_s=5"),
-        ("sync.transport=shared_memory", "sync.in_place=true", "policy.parallel.pipeline=2"),
+        (
+            *("sync.transport=file", "sync.in_flight=interrupt"),
+            *("rollout.release_memory=true", "rollout.multi_stage_wake_up=false"),
+            *("policy.offload.parameters=true", "policy.offload.optimizer=true"),
+            *_LOGGERS,
+        ),
+        (
+            *("sync.transport=shared_memory", "sync.in_place=true", "policy.parallel.pipeline=2"),
+            *("rollout.release_memory=true", "rollout.multi_stage_wake_up=true"),
+        ),
         ("sync.transport=collective", "policy.parallel.pipeline=2", "rollout.num_replicas=2"),
     ],
-    ids=["inline", "file", "shared memory, two senders", "collective, two senders"],
+    ids=[
+        "file, staged, server asleep and policy offloaded at once",
+        "shared memory, in place, two senders, server asleep in stages",
+        "collective, two senders",
+    ],
 )
-def test_a_run_trains_validates_and_writes_its_files(
-    train: Train, arguments: tuple[str, ...], tmp_path: Path
+def test_transports_and_released_memory_change_nothing(
+    plain: Trainer, train: Train, arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    texts = tmp_path / "texts"
-    folders = (f"run.rollout_data_dir={texts}/train", f"run.validation_data_dir={texts}/val")
-    trainer = train(*arguments, *folders, "rollout.val.samples_per_prompt=2")
+    trainer = train(*arguments, *_arguments(tmp_path / "texts"))
+    _check_run(trainer, tmp_path / "texts")
+    _check_same(trainer, plain)
+    releases, offloads = (
+        any(argument.startswith(name) for argument in arguments)
+        for name in ("rollout.release_memory", "policy.offload")
+    )
+    assert ("released while the policy trains" in trainer.output) is releases
+    for line in trainer.metrics():
+        if line["step"]:
+            assert (line.get("time/release_s", 0) > 0) is releases
+            assert (line.get("offload/host_bytes", 0) > 0) is offloads
+            assert line["rollout/logprob_diff_max"] < 1e-4
+    assert all("time/release_s" not in line for line in plain.metrics())
+    if _LOGGERS[0] in arguments:
+        _check_loggers(trainer)
+
+
+def _check_same(trainer: Trainer, plain: Trainer) -> None:
+    """Checks that two runs have sampled and learned the same."""
+    for one, two in zip(trainer.metrics(), plain.metrics(), strict=True):
+        assert one.get("val/reward") == two.get("val/reward")
+        if one["step"]:
+            assert one["reward/mean"] == two["reward/mean"]
+            assert one["tokens/sampled"] == two["tokens/sampled"]
+            assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
+            assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)
+
+
+def _check_run(trainer: Trainer, texts: Path) -> None:
+    """Checks what every run of two steps writes, and that its numbers are in their ranges."""
     before, first, last = trainer.metrics()
     of_source = "val/treadle/calculator/reward"
     assert before[f"{of_source}/mean@2"] == before["val/reward"]
@@ -72,17 +141,12 @@ def test_a_run_trains_validates_and_writes_its_files(
         assert line["actor/grad_norm"] >= 0
         phases = sum(line[f"time/{name}_s"] for name in ("rollout", "train", "sync"))
         assert 0 < phases <= line["time/step_s"]
-        # Trainer and server compute the same probabilities, at any temperature and after the
-        # weights have changed.
+        # Trainer and server compute the same probabilities, after the weights have changed too.
         assert line["rollout/logprob_diff_max"] < 1e-3
     for name in ("config.json", "curves.png", "report.html", "trajectories.jsonl"):
         assert (trainer.run_dir / name).stat().st_size > 0
     _check_versions(trainer)
     _check_all_trajectories(trainer)
-    if _LOGGERS in arguments:
-        _check_loggers(trainer)
-    if _TRACES in arguments:
-        _check_spans(trainer)
     weights = trainer.run_dir / "weights"
     assert not weights.exists() or not list(weights.iterdir())
 
@@ -244,24 +308,24 @@ def test_versions_travel_as_deltas_and_greedy_trajectories_are_counted_apart(
     assert not list((trainer.run_dir / "weights").iterdir())
 
 
-def test_number_and_place_of_processes_do_not_change_what_is_learned(
-    train: Train,
+def test_ranks_that_ray_starts_from_a_saved_configuration_learn_the_same(
+    plain: Trainer, train: Train, tmp_path: Path
 ) -> None:
-    alone = train(*_NO_VALIDATION, name="alone")
-    saved = str(alone.run_dir / "config.json")
-    data = train("--config", saved, "policy.parallel.data=2", name="data", base=())
-    tensor = train(*_NO_VALIDATION, "policy.parallel.tensor=2", "launch=ray", name="ray")
-    for other in (data, tensor):
-        for one, two in zip(alone.metrics(), other.metrics(), strict=True):
-            assert one["reward/mean"] == two["reward/mean"]
-            assert one["tokens/sampled"] == two["tokens/sampled"]
-            assert one["actor/loss"] == pytest.approx(two["actor/loss"], abs=1e-5)
-            assert one["actor/grad_norm"] == pytest.approx(two["actor/grad_norm"], rel=1e-3)
+    saved = ("--config", str(plain.run_dir / "config.json"))
+    changed = ("policy.parallel.tensor=2", "launch=ray", "rollout.num_replicas=1")
+    _check_same(train(*saved, *changed, *_arguments(tmp_path / "texts"), base=()), plain)
 
 
 def test_what_dynamic_sampling_samples_is_counted(train: Train) -> None:
-    trainer = train(*_NO_VALIDATION, "preset=dapo", "algorithm.max_generation_batches=2")
+    trainer = train(
+        *_NO_VALIDATION,
+        "preset=dapo",
+        "algorithm.max_generation_batches=2",
+        "rollout.temperature=0.7",
+    )
     for line in trainer.metrics():
+        # Trainer and server compute the same probabilities at another temperature too.
+        assert line["rollout/logprob_diff_max"] < 1e-3
         assert line["rollout/num_trajectories"] == 16 * line["sampling/batches"]
         assert line["groups/trained"] == 4
         assert line["sampling/groups_failed"] == 0
