@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from treadle.agent_loop import FloatArray, RequestContext, SamplingParams, SetupError
 from treadle.agent_loop.aio import concurrently
-from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, connect
+from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, RpcDeadlines, connect
 from treadle.trainer.config.schema import Config
 from treadle.trainer.rollout.server_security import ServerSecurity
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ServedReference", "check_served_reference", "connect_reference"]
 
+_DEADLINES = RpcDeadlines(connect_s=10.0)
+"""The servers run already, so one that does not answer is soon an error."""
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
@@ -104,6 +106,7 @@ async def connect_reference(config: Config, renderer: HfRenderer) -> AsyncIterat
                     addresses,
                     requirements=needs,
                     security=ServerSecurity.of(config.rollout).read(),
+                    deadlines=_DEADLINES,
                     client="treadle-trainer",
                 )
             )
