@@ -28,43 +28,39 @@ def _end(trainer: Trainer, status: int) -> str:
     return trainer.output
 
 
-def test_a_run_directory_belongs_to_one_trainer_and_one_run(
+def test_a_run_directory_belongs_to_one_trainer_and_one_run_and_may_be_full(
     start_trainer: StartTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    settings = (*SMALL, *_ONE_STEP, "schedule.save_every=1", "schedule.total_steps=1000")
+
     def refused(*arguments: str) -> str:
         """Starts another trainer in this process, which must refuse before it starts others."""
-        assert main([f"run.dir={first.run_dir}", *SMALL, *_ONE_STEP, *arguments]) == 2
+        assert main([f"run.dir={trainer.run_dir}", *settings, *arguments]) == 2
         return capsys.readouterr().err
 
-    first = start_trainer(*_ONE_STEP)
-    first.read_until("run directory")
-    first.process.send_signal(signal.SIGSTOP)  # It must not end before the second one starts.
-    said = refused()
-    first.process.send_signal(signal.SIGCONT)
-    assert f"is in use by another trainer (pid {first.process.pid})" in said
-    _end(first, 0)
-    kept = first.metrics()
-    assert "run.seed was 0 and is 5" in refused("run.seed=5")
-    assert "already holds a run" in refused("run.resume=never")
-    assert "kept no checkpoint to go on from" in refused()
-    assert first.metrics() == kept
-
-
-def test_a_full_disk_ends_the_run_and_the_previous_checkpoint_stays(
-    start_trainer: StartTrainer,
-) -> None:
-    trainer = start_trainer(*_ONE_STEP, "schedule.save_every=1", "schedule.total_steps=1000")
+    trainer = start_trainer(*settings, base=())
     trainer.read_until("1/1000")
+    trainer.process.send_signal(signal.SIGSTOP)  # It must not end before the second one starts.
+    said = refused()
+    assert f"is in use by another trainer (pid {trainer.process.pid})" in said
+
+    # What ends the run leaves the checkpoint before.
     for name in ("policy-0", None):  # a checkpoint is larger, everything else is smaller
         pid = trainer.process.pid if name is None else trainer.pid_of(name)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (4 << 20, 4 << 20))
+    trainer.process.send_signal(signal.SIGCONT)
     said = _end(trainer, 2)
     checkpoints = trainer.run_dir / "checkpoints"
     assert f"cannot write {checkpoints}" in said
     assert "MiB are free there" in said
-    last = trainer.metrics()[-1]["step"]
+    kept = trainer.metrics()
+    last = kept[-1]["step"]
     assert (checkpoints / "latest").read_text() == f"step-{last:08d}\n"
     assert (checkpoints / f"step-{last:08d}" / "state.json").exists()
+
+    assert "run.seed was 0 and is 5" in refused("run.seed=5")
+    assert "already holds a run" in refused("run.resume=never")
+    assert trainer.metrics() == kept
 
 
 def test_an_error_in_the_users_reward_is_told_with_file_and_line(

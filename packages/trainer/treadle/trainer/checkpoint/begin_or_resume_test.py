@@ -104,6 +104,12 @@ def test_the_same_command_goes_on_and_another_one_does_not(other: Path, tmp_path
         _find(unsaved, "run.resume=never")
 
 
+def test_a_run_that_saves_nothing_cannot_go_on(tmp_path: Path) -> None:
+    run = _make_run(tmp_path / "run", saved=())
+    with pytest.raises(RunDirectoryError, match="kept no checkpoint to go on from"):
+        _find(run, "schedule.save_every=null")
+
+
 def test_a_run_is_set_back_once_and_then_goes_on(tmp_path: Path) -> None:
     run = _make_run(tmp_path / "run")
     back = f"run.resume={run}/checkpoints/step-00000001"
