@@ -45,20 +45,19 @@ SAMPLINGS: tuple[dict[str, Any], ...] = (
 
 
 @pytest.mark.asyncio
-class ModelContract(ContractBase):
-    """See `ContractBase`; subclasses also define `checkpoint`.
+class ModelComparison(ContractBase):
+    """Whole completions and prompts; see `ContractBase`. Subclasses also define `checkpoint`.
 
     Attributes:
         model_tolerance: Maximum difference from transformers' log-probs in nats, for the engine's
             element type.
         compared: Number of tokens to compare per completion.
-        continue_recomputes: Whether new weights recompute the KV cache of sequences kept by
-            CONTINUE; else the keys and values of the old weights stay.
+        longest_prompt: Maximum length of a prompt whose log-probs are compared, in tokens.
     """
 
     model_tolerance: float = 1e-4
     compared: int = 24
-    continue_recomputes: bool = False
+    longest_prompt: int = 2500
 
     @abstractmethod
     def checkpoint(self, which: int) -> Path:
@@ -122,6 +121,8 @@ class ModelContract(ContractBase):
         """Returns transformers' log-probs; the engine's where rounding decides if an id is kept."""
         known, ids = self.reference(which), output.token_ids
         told = known.logprobs(prompt, ids, sampling)
+        if -math.inf not in told:
+            return told
         loose = known.logprobs(prompt, ids, sampling, slack=2 * self.model_tolerance)
         return [
             own if dropped == -math.inf and kept > -math.inf else dropped
@@ -133,7 +134,7 @@ class ModelContract(ContractBase):
         async with self.engine() as engine:
             can, model = engine.info.capabilities, engine.info.model
             skip_unless(can.prompt_logprobs, "this engine reports no log-probs of prompts")
-            longest = min(2500, model.context_length - 1)
+            longest = min(self.longest_prompt, model.context_length - 1)
             prompts = [random_prompt(n, model.vocab_size, seed=n) for n in (2, 30, longest)]
             asked = [request(prompt, max_tokens=1, prompt_logprobs_from=1) for prompt in prompts]
             outputs = await run_all(engine, asked)
@@ -155,34 +156,71 @@ class ModelContract(ContractBase):
         told = self.reference(0).logprobs(turn, output.token_ids, wanted.sampling)
         assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
 
+    async def test_the_sets_of_weights_differ_in_every_way_that_is_compared(self) -> None:
+        """Tests the test: an engine that kept its old weights would fail."""
+        prompt = random_prompt(30, 32, seed=11)
+        sampling = request(temperature=1.0).sampling
+        ids = self.reference(0).greedy(prompt, self.compared)
+        assert self.reference(1).greedy(prompt, self.compared) != ids
+        old, new = (self.reference(which).logprobs(prompt, ids, sampling) for which in (0, 1))
+        far = [abs(a - b) > 10 * self.model_tolerance for a, b in zip(old, new, strict=True)]
+        assert sum(far) > len(far) // 2
+
+
+class ModelContract(ModelComparison):
+    """All of it: also which weights sampled a token when they change between two.
+
+    Attributes:
+        continue_recomputes: Whether new weights recompute the KV cache of sequences kept by
+            CONTINUE; else the keys and values of the old weights stay.
+    """
+
+    continue_recomputes: bool = False
+
     @pytest.mark.parametrize(
         "policy", [InFlightPolicy.DRAIN, InFlightPolicy.CONTINUE], ids=["drain", "continue"]
     )
     async def test_each_token_was_sampled_by_the_version_it_is_labelled_with(
         self, policy: InFlightPolicy
     ) -> None:
-        """The log-prob shows the version, because no other gives the token the same one."""
+        """Of sequences of three lengths, side by side.
+
+        The log-prob shows the version, because no other gives the token the same one.
+        """
         async with self.engine() as engine:
             can = engine.info.capabilities.in_flight_continue
             skip_unless(can or policy is InFlightPolicy.DRAIN, "this engine cannot continue")
             base = engine.weight_version
-            prompt = random_prompt(12, engine.info.model.vocab_size, seed=9)
-            wanted = request(prompt, temperature=1.0, seed=5, max_tokens=self.long)
-            if policy is InFlightPolicy.CONTINUE:
-                reader = await pause_midway(engine, wanted)
-            else:
-                reader = Reader(engine, wanted)
+            wanted = [
+                request(
+                    random_prompt(12 + place, engine.info.model.vocab_size, seed=9 + place),
+                    temperature=1.0,
+                    seed=5,
+                    max_tokens=self.long * (place + 1) // 3,
+                )
+                for place in range(3)
+            ]
+            readers = [Reader(engine, one) for one in wanted[:-1]]
+            for reader in readers:
                 await reader.first_tokens()
+            # The longest, which begins last, ends last.
+            if policy is InFlightPolicy.CONTINUE:
+                readers.append(await pause_midway(engine, wanted[-1]))
+            else:
+                readers.append(Reader(engine, wanted[-1]))
+                await readers[-1].first_tokens()
                 await engine.pause(policy)
             await engine.load_weights(stream(self.weights(1)), version=base + 1)
             await engine.resume()
-            output = await reader.output()
-        assert len(output.token_ids) == self.long
-        old = output.versions.count(base)
-        assert output.versions == (base,) * old + (base + 1,) * (self.long - old)
-        assert (old == self.long) == (policy is InFlightPolicy.DRAIN)
-        told = self._labelled(prompt, output, old)
-        assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
+            outputs = [await reader.output() for reader in readers]
+        for one, output in zip(wanted, outputs, strict=True):
+            assert len(output.token_ids) == one.sampling.max_tokens
+            old = output.versions.count(base)
+            assert output.versions == (base,) * old + (base + 1,) * (len(output.token_ids) - old)
+            told = self._labelled(one.prompt, output, old)
+            assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
+        last = outputs[-1].versions[-1]
+        assert last == (base if policy is InFlightPolicy.DRAIN else base + 1)
 
     def _labelled(self, prompt: tuple[int, ...], output: Output, old: int) -> list[float]:
         sampling = request(temperature=1.0).sampling
@@ -196,13 +234,3 @@ class ModelContract(ContractBase):
         return told + second.continued_logprobs(
             first, prompt, output.token_ids, sampling, switched=old
         )
-
-    async def test_the_sets_of_weights_differ_in_every_way_that_is_compared(self) -> None:
-        """Tests the test: an engine that kept its old weights would fail."""
-        prompt = random_prompt(30, 32, seed=11)
-        sampling = request(temperature=1.0).sampling
-        ids = self.reference(0).greedy(prompt, self.compared)
-        assert self.reference(1).greedy(prompt, self.compared) != ids
-        old, new = (self.reference(which).logprobs(prompt, ids, sampling) for which in (0, 1))
-        far = [abs(a - b) > 10 * self.model_tolerance for a, b in zip(old, new, strict=True)]
-        assert sum(far) > len(far) // 2

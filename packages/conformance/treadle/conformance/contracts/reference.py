@@ -201,9 +201,9 @@ def distribution(
     """
     loose = math.exp(-slack)
     scores = logits_V.clone()
-    for token_id in set(seen):
+    penalty = sampling.repetition_penalty
+    for token_id in set(seen) if penalty != 1 else ():  # Most ask for none, and it is slow.
         score = scores[token_id]
-        penalty = sampling.repetition_penalty
         scores[token_id] = score / penalty if score > 0 else score * penalty
     probabilities = torch.softmax(scores / sampling.temperature, 0)
     if sampling.top_k is not None and sampling.top_k < len(probabilities):

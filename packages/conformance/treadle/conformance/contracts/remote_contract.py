@@ -1,13 +1,13 @@
 """Runs the engine contract against a server; one server serves many tests.
 
-Invariant: each test starts with the weights it asks for, nothing in flight and empty prefix
-caches, because it begins with an update. If there are no weights to send, the server's weights
-count as set 0, and tests that need set 1 are skipped.
+Invariant: each test starts with the weights it asks for, nothing in flight and, unless `fresh` is
+false, empty prefix caches, because it begins with an update. If there are no weights to send, the
+server's weights count as set 0, and tests that need set 1 are skipped.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
@@ -49,6 +49,7 @@ class Target:
             if there are no weights to send.
         pid: The server's process id, if the test owns the process.
         metadata: Metadata of every call, such as a bearer token.
+        loaded: The weight set of each version with which a test began.
     """
 
     address: str
@@ -56,10 +57,15 @@ class Target:
     checkpoints: tuple[Path, Path] | None = None
     pid: int | None = None
     metadata: tuple[tuple[str, str], ...] = ()
+    loaded: dict[int, int] = field(default_factory=dict)
 
 
 class RemoteContract(ContractBase):
-    """Inherit from this before a contract, and define a fixture `target` in the module."""
+    """Inherit from this before a contract, and define a fixture `target` in the module.
+
+    A subclass for a large model sets `fresh` to False: a test then begins with an update only if
+    the server has other weights than the test asks for.
+    """
 
     ends = False
     target: Target
@@ -67,7 +73,7 @@ class RemoteContract(ContractBase):
     @pytest.fixture(autouse=True)
     def _find_target(self, target: Target) -> None:
         self.target = target
-        self.fresh = target.checkpoints is not None
+        self.fresh = self.fresh and target.checkpoints is not None
 
     def engine(self, weights: int = 0) -> AbstractAsyncContextManager[Engine]:
         """Returns the server, updated to a weight set."""
@@ -85,8 +91,21 @@ class RemoteContract(ContractBase):
             connect_engine(channel, parameters=parameters, metadata=self.target.metadata) as engine,
         ):
             if tensors is not None:
-                await _settle(engine, tensors)
+                await self._settle(engine, weights, tensors)
             yield engine
+
+    async def _settle(
+        self, engine: RemoteEngine, weights: int, tensors: Sequence[NamedTensor]
+    ) -> None:
+        """Ends what an earlier test left running, and loads weights."""
+        if engine.server.state == srv.SERVER_STATE_LOADING:  # Only a whole update repairs them.
+            await engine.load_weights(stream(tensors), version=engine.weight_version + 1)
+        await engine.pause(InFlightPolicy.INTERRUPT)
+        loaded = self.target.loaded
+        if self.fresh or loaded.get(engine.weight_version) != weights:
+            await engine.load_weights(stream(tensors), version=engine.weight_version + 1)
+            loaded[engine.weight_version] = weights
+        await engine.resume()
 
     def weights(self, which: int) -> Sequence[NamedTensor]:
         """Returns the tensors of a checkpoint."""
@@ -98,12 +117,3 @@ class RemoteContract(ContractBase):
         """Returns the server's capability."""
         assert isinstance(engine, RemoteEngine)
         return engine.server.capabilities.in_place_update
-
-
-async def _settle(engine: RemoteEngine, tensors: Sequence[NamedTensor]) -> None:
-    """Ends what an earlier test left running, and loads weights."""
-    if engine.server.state == srv.SERVER_STATE_LOADING:  # Only a whole update repairs torn weights.
-        await engine.load_weights(stream(tensors), version=engine.weight_version + 1)
-    await engine.pause(InFlightPolicy.INTERRUPT)
-    await engine.load_weights(stream(tensors), version=engine.weight_version + 1)
-    await engine.resume()

@@ -19,7 +19,14 @@ from treadle.conformance.contracts.reader import (
     run_all,
     stream,
 )
-from treadle.rollout_server.engine import Constraint, ConstraintForm, FinishReason, Tag, TaggedText
+from treadle.rollout_server.engine import (
+    Constraint,
+    ConstraintForm,
+    EngineRequest,
+    FinishReason,
+    Tag,
+    TaggedText,
+)
 from treadle.rollout_server.errors import RolloutServerError
 
 _COARSE_NATS = 1e-2
@@ -130,13 +137,12 @@ class SamplingContract(ContractBase):
             can = engine.info.capabilities.constrained_sampling
             skip_unless(can, "this engine does not constrain the sampling")
 
-            async def ask(texts: tuple[str, ...], seed: int) -> Output:
+            def asked(texts: tuple[str, ...], seed: int) -> EngineRequest:
                 constraint = Constraint(form=form, texts=texts)
-                asked = request(constraint=constraint, temperature=1.0, seed=seed, ignore_eos=False)
-                return await run(engine, asked)
+                return request(constraint=constraint, temperature=1.0, seed=seed, ignore_eos=False)
 
-            one = await ask(_ONE_TEXT[form], 0)
-            many = [await ask(_THREE_TEXTS[form], seed) for seed in range(24)]
+            one = await run(engine, asked(_ONE_TEXT[form], 0))
+            many = await run_all(engine, (asked(_THREE_TEXTS[form], seed) for seed in range(24)))
         if form is not ConstraintForm.JSON_SCHEMA:
             assert len(one.token_ids) == 2
             assert one.logprobs == pytest.approx((0.0, 0.0), abs=self.logprob_tolerance)
@@ -190,7 +196,8 @@ class SamplingContract(ContractBase):
             can = engine.info.capabilities
             both = can.constrained_sampling and can.in_flight_continue
             skip_unless(both, "this engine does not constrain the sampling over an update")
-            digits = "".join(map(str, range(100, 150)))  # No text of it has the same rest twice.
+            # No text of it has the same rest twice.
+            digits = "".join(map(str, range(100, 100 + min(50, self.long // 3))))
             constraint = Constraint(form=ConstraintForm.REGEX, texts=(digits,))
             most = len(digits) - 1
             asked = request(constraint=constraint, temperature=1.0, seed=1, max_tokens=most)
