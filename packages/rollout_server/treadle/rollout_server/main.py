@@ -9,6 +9,8 @@ does not shorten the shutdown, which takes at most `shutdown_grace_s`.
 """
 
 import asyncio
+import atexit
+import gc
 import json
 import logging
 import os
@@ -39,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
     logs.set_up(config.log_level, config.log_format)
+    atexit.register(gc.freeze)  # Or Python looks for garbage once more: 2 s with an engine.
     # Imported late: --help does not need it. With gRPC a third faster than asyncio's own loop.
     import uvloop
 

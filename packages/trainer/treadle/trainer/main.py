@@ -4,6 +4,8 @@ Exit status: 0, it succeeded; 2, the user's input is wrong, as one message says;
 130 or 143, it was interrupted.
 """
 
+import atexit
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -108,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(f"error: {unknown_command(first)}", error=True)
         return 2
     command = _COMMANDS[arguments.pop(0) if first in _COMMANDS else "train"]
+    atexit.register(gc.freeze)  # Or Python looks for garbage once more: 2 s after a run.
     try:
         return command(arguments)
     except KeyboardInterrupt:

@@ -6,7 +6,9 @@ all of it goes through TLS, and both sides show a certificate of the run first.
 """
 
 import argparse
+import atexit
 import faulthandler
+import gc
 import logging
 import queue
 import ssl
@@ -146,6 +148,7 @@ def serve_driver(
     parser.add_argument("--parent_pid", type=int, required=True)
     parser.add_argument("--ready_file", type=Path, required=True)
     args = parser.parse_args(argv)
+    atexit.register(gc.freeze)  # Or Python looks for garbage once more, for 2 s.
     faulthandler.enable()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     watch_parent(args.parent_pid)

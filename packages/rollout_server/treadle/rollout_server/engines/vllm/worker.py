@@ -14,6 +14,8 @@ vLLM's processes import the class by name, from the path that they inherit from 
 under Pex.
 """
 
+import atexit
+import gc
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
@@ -46,9 +48,10 @@ class WorkerExtension:
     _treadle_member: CollectiveMember | None = None
 
     def treadle_install(self) -> None:
-        """Installs our sampler, and ends the process with the server."""
+        """Installs our sampler, and ends the process with the server, without a last collection."""
         from treadle.rollout_server.engines.vllm.sampler import SeededSampler
 
+        atexit.register(gc.freeze)  # As in the server's `main`.
         if self.parallel_config.world_size > 1:  # Otherwise this is the engine core's process.
             die_with_parent()
         self.model_runner.sampler = SeededSampler(self.model_runner)
