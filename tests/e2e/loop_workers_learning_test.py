@@ -1,6 +1,6 @@
 """Loop workers: the same trajectories as without them, also when one of them and the router die.
 
-And that every schedule and an evaluation run on them.
+And that an evaluation runs on them. Each schedule runs on them in `schedules_killed_learning_test`.
 """
 
 import json
@@ -15,7 +15,7 @@ import pytest
 
 from treadle.trainer.main import main
 
-from .testing import StartTrainer, Trainer, trained_rows
+from .testing import StartTrainer, Trainer
 
 pytestmark = pytest.mark.timeout(600)
 _RUN = (
@@ -44,32 +44,6 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert "was ended by SIGKILL; its log ends with:" in log
     assert "the router (127.0.0.1:" in log
     assert _spans(helped) >= _spans(alone), "attempts that were lost may have left some more"
-
-
-@pytest.mark.parametrize("kind", ["overlap", "stream", "async"])
-def test_every_schedule_trains_on_each_row_once_although_a_worker_dies(
-    start_trainer: StartTrainer, kind: str
-) -> None:
-    run = start_trainer(
-        *(f"schedule.kind={kind}", "schedule.total_steps=4", "schedule.val_every=4"),
-        *("schedule.save_last=false", "algorithm.correction.weights=token"),
-        *("rollout.name=fake", "data.shuffle=false", "agent.num_workers=2"),
-    )
-    run.read_until("step 1/4")
-    os.kill(run.pid_of("worker-0"), signal.SIGKILL)
-    assert run.wait() == 0, run.output
-    trained = trained_rows(run)
-    assert set(trained.values()) == {4}
-    assert len(trained) == 16
-    lines = [line for line in run.metrics() if line["step"]]
-    assert sum(line["workers/lost"] for line in lines) == 1
-    assert all(line["rollout/num_failed"] == 0 for line in lines)
-    assert lines[-1]["val/num_failed"] == 0
-    for line in lines[1:]:
-        shares = {name: line[name] for name in line if name.startswith("servers/time_share/")}
-        assert sum(shares.values()) == pytest.approx(1.0)
-    waited = [line["servers/time_share/tools"] for line in lines[1:]]
-    assert max(waited) > 0.0, "of the calculator's turns the router tells"
 
 
 def test_an_evaluation_runs_on_workers(tmp_path: Path) -> None:

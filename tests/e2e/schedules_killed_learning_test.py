@@ -1,7 +1,12 @@
-"""Runs that are killed at random moments, with every schedule that samples beside training."""
+"""Runs that are killed at random moments, with every schedule that samples beside training.
+
+The last process of each runs its agent loops on two workers, of which one is killed too.
+"""
 
 import contextlib
+import os
 import random
+import signal
 import subprocess
 
 import pytest
@@ -21,8 +26,9 @@ def test_every_row_is_trained_on_once(start_trainer: StartTrainer, kind: str) ->
         f"schedule.total_steps={_STEPS}",
         "schedule.save_every=2",
         "schedule.save_hf=never",
-        "schedule.val_every=null",
+        f"schedule.val_every={_STEPS}",
         "schedule.val_before_train=false",
+        "algorithm.correction.weights=token",
         "data.shuffle=false",
         "rollout.name=fake",
         "sync.in_flight=continue",
@@ -36,10 +42,21 @@ def test_every_row_is_trained_on_once(start_trainer: StartTrainer, kind: str) ->
             killed.process.wait(moments.uniform(0, 0.4))
         killed.process.kill()
         killed.process.wait()
-    last = start_trainer(*arguments)
+    last = start_trainer(*arguments, "agent.num_workers=2")
+    last.read_until(f"/{_STEPS}")
+    os.kill(last.pid_of("worker-0"), signal.SIGKILL)
     assert last.wait() == 0, last.output
     rows = range(_STEPS * _PROMPTS)
     assert trained_rows(last) == {f"train/{row}": _SAMPLES for row in rows}
-    steps = [line["step"] for line in last.metrics() if line["step"]]
-    assert steps == list(range(1, _STEPS + 1))
+    lines = [line for line in last.metrics() if line["step"]]
+    assert [line["step"] for line in lines] == list(range(1, _STEPS + 1))
+    assert all(line["rollout/num_failed"] == 0 for line in lines)
+    assert lines[-1]["val/num_failed"] == 0
     assert not list((last.run_dir / "groups").iterdir())
+    on_workers = [line for line in lines if "workers/live" in line]
+    assert sum(line["workers/lost"] for line in on_workers) == 1
+    for line in on_workers[1:]:
+        shares = [line[name] for name in line if name.startswith("servers/time_share/")]
+        assert sum(shares) == pytest.approx(1.0)
+    waited = [line["servers/time_share/tools"] for line in on_workers[1:]]
+    assert max(waited) > 0.0, "of the calculator's turns the router tells"
