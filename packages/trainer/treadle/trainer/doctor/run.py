@@ -329,7 +329,8 @@ def _room(config: Config, has: Mapping[str, float]) -> Iterator[Finding]:
     assert launch.kind == "ray"
     wanted = {
         "CPU": (ranks + replicas) * launch.cpus_per_process,
-        "GPU": ranks * launch.gpus_per_policy_rank + replicas * launch.gpus_per_replica,
+        "GPU": launch.nodes * launch.gpus_per_node
+        or ranks * launch.gpus_per_policy_rank + replicas * launch.gpus_per_replica,
     }
     for what, number in wanted.items():
         value = f"{number:g} of {has.get(what, 0.0):g}"
@@ -339,8 +340,8 @@ def _room(config: Config, has: Mapping[str, float]) -> Iterator[Finding]:
                 value,
                 f"{ranks} policy ranks and {replicas} servers reserve more than there is: their "
                 "start would wait until launch.start_deadline_s",
-                "add nodes, or lower launch.cpus_per_process, launch.gpus_per_policy_rank or "
-                "launch.gpus_per_replica",
+                "add nodes, or lower launch.cpus_per_process, launch.gpus_per_node, "
+                "launch.gpus_per_policy_rank or launch.gpus_per_replica",
             )
         else:
             yield ok(f"{what}s of the cluster", value)

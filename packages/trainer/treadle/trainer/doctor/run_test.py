@@ -9,9 +9,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.finding import Finding, Level
-from treadle.trainer.doctor.run import check_settings
+from treadle.trainer.doctor.run import _room, check_settings
 from treadle.trainer.launch.gpus import Gpu
 
 _FEW = ("data.prompts_per_step=2", "data.max_val_rows=2")
@@ -154,3 +155,18 @@ def test_gpus_memory_pools_keys_and_ports(server: Path, tmp_path: Path) -> None:
     assert _named(findings, "PYTORCH_CUDA_ALLOC_CONF").level is Level.FAIL
     assert _named(findings, "key of W&B").level is Level.OK
     assert _named(findings, "run.metrics_port").level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("launch.nodes=2", "launch.gpus_per_node=8"), "16 of 12"),
+        (("launch=ray", "rollout.num_replicas=12", "launch.gpus_per_replica=2"), "24 of 12"),
+    ],
+)
+def test_a_cluster_with_too_few_gpus(arguments: tuple[str, ...], wanted: str) -> None:
+    config = load_config([DEMO], arguments).config
+    found = {each.check: each for each in _room(config, {"CPU": 64.0, "GPU": 12.0})}
+    assert found["CPUs of the cluster"].level is Level.OK
+    gpus = found["GPUs of the cluster"]
+    assert (gpus.level, gpus.value) == (Level.FAIL, wanted)

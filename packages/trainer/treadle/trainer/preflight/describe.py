@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.memory import RankMemory
 
-__all__ = ["describe", "memory_line"]
+__all__ = ["describe", "memory_line", "size_in_words"]
 
 
 def describe(
@@ -86,18 +86,17 @@ def memory_line(
         kept = critic.weights + critic.gradients + critic.optimizer
     memory = rank_memory(policy.offload, found, critic)
     parts = [
-        f"weights {_size(found.weights)}",
-        f"gradients {_size(found.gradients)}",
-        f"optimizer {_size(found.optimizer)}",
-        *([f"reference {_size(found.reference)}"] if found.reference else []),
-        *([f"critic {_size(kept)}"] if kept else []),
-        f"{rows} tokens of a micro-batch {_size(found.activations)}",
+        f"weights {size_in_words(found.weights)}",
+        f"gradients {size_in_words(found.gradients)}",
+        f"optimizer {size_in_words(found.optimizer)}",
+        *([f"reference {size_in_words(found.reference)}"] if found.reference else []),
+        *([f"critic {size_in_words(kept)}"] if kept else []),
+        f"{rows} tokens of a micro-batch {size_in_words(found.activations)}",
     ]
-    line = f"about {_size(memory.peak)} and the process itself: {', '.join(parts)}"
+    line = f"about {size_in_words(memory.peak)} and the process itself: {', '.join(parts)}"
     if policy.offload.names:
-        line += (
-            f"; {_size(memory.between)} between its phases, then {_size(memory.host)} on the host"
-        )
+        between, host = size_in_words(memory.between), size_in_words(memory.host)
+        line += f"; {between} between its phases, then {host} on the host"
     return line, memory
 
 
@@ -154,7 +153,8 @@ def _parameters(count: int) -> str:
     return str(count)
 
 
-def _size(count: int) -> str:
+def size_in_words(count: int) -> str:
+    """Returns a number of bytes, rounded, with its unit."""
     for unit, size in (("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

@@ -1,4 +1,5 @@
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -38,18 +39,50 @@ def test_the_plan_names_the_gpus_of_every_process() -> None:
         "4: launch.nodes=1 x launch.gpus_per_node=4, policy and servers on the same, in turn"
     )
     assert rows["  node 0"] == (
-        "policy-0 to policy-3 on GPUs 0 to 3, one each; rollout-0 on GPUs 0 to 1, rollout-1 on "
-        "GPUs 2 to 3"
+        "GPUs 0 to 3  policy-0 to policy-3; rollout-0 to rollout-1 on 2 GPUs each  "
+        "about 30 GB to train, then 24 MB to sample beside 2 GB of the policy"
     )
     assert rows["  found"].startswith("none on this machine: the plan is for another")
-    assert "  at most" not in rows
+    assert not any("fit" in row for row in rows.values())
 
 
-def test_many_nodes_are_not_all_shown() -> None:
-    rows = _rows(_config("launch.nodes=6", "launch.gpus_per_node=1"))
-    assert rows["  node 3"] == "policy-3 on GPU 0; rollout-3 on GPU 0"
-    assert rows["  2 more nodes"] == "in the same order"
+def test_separate_processes_and_what_nobody_uses_are_rows_of_one_table() -> None:
+    config = _config(
+        *("launch.nodes=2", "launch.gpus_per_node=8", "launch.placement=separate"),
+        *("policy.parallel.data=4", "rollout.num_replicas=3"),
+        *("rollout.tensor_model_parallel_size=3", "rollout.gpu_memory_utilization=0.85"),
+    )
+    architecture = Architecture.from_folder(DEMO.parent / "model")
+    rows = list(device_rows(config, architecture, _MEMORY, ()))
+    table = [(what.strip(), *re.split(r" {2,}", which)) for what, which in rows[1:6]]
+    assert table == [
+        ("node 0", "GPUs 0 to 3", "policy-0 to policy-3", "about 30 GB to train"),
+        ("node 0", "GPUs 4 to 6", "rollout-0 on 3 GPUs", "about 0.85 of the GPU to sample"),
+        ("node 0", "GPU 7", "not used"),
+        (
+            "node 1",
+            "GPUs 0 to 5",
+            "rollout-1 to rollout-2 on 3 GPUs each",
+            "about 0.85 of the GPU to sample",
+        ),
+        ("node 1", "GPUs 6 to 7", "not used"),
+    ]
+
+
+def test_nodes_that_are_used_alike_are_one_row() -> None:
+    nodes = ("launch.nodes=128", "launch.gpus_per_node=8", "launch.placement=separate")
+    rows = _rows(_config(*nodes, "policy.parallel.data=512"))
+    assert rows["  nodes 0 to 63"].startswith("GPUs 0 to 7  policy-0 to policy-511    about 30")
+    assert rows["  nodes 64 to 127"].startswith("GPUs 0 to 7  rollout-0 to rollout-511 ")
     assert rows["  found"].startswith("not looked for: Ray")
+
+
+def test_ray_on_this_machine_finds_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = _config("launch=ray", "launch.gpus_per_node=1")
+    monkeypatch.setattr(devices, "find_gpus", lambda: (_80_GB,))
+    assert _rows(config, *check_gpus(config, needed=True))["  found"].startswith(
+        "1 on this machine"
+    )
 
 
 def test_a_server_holds_weights_and_a_cache() -> None:
@@ -57,40 +90,73 @@ def test_a_server_holds_weights_and_a_cache() -> None:
     config = _config("launch.gpus_per_node=1", "rollout.max_in_flight=1000")
     architecture = Architecture.from_folder(DEMO.parent / "model")
     token = 2 * 4 * architecture.num_kv_heads * architecture.head_dim * 2
-    cache = 1000 * config.rollout.context_length * token / 1e9
-    assert (
-        f"a server 0.00184 GB of weights and {cache:.3g} GB of KV cache"
-        in (_rows(config)["  a GPU holds"])
+    cache = 1000 * config.rollout.context_length * token / 1e6
+    assert _rows(config)["  a server"] == (
+        f"per GPU 1.84 MB of weights, and {cache:.3g} MB of KV cache for 1000 completions of 352 "
+        "tokens"
+    )
+
+
+def test_an_engine_takes_its_part_of_a_gpu_whether_it_is_set_or_not() -> None:
+    servers = ("launch.gpus_per_node=1", "rollout.name=vllm", "rollout.server_command=[/bin/true]")
+    rows = _rows(_config(*servers), _80_GB)
+    assert "takes 0.9 of the GPU (about the engine's default)" in rows["  a server"]
+    assert "72 GB to sample" in rows["  node 0"]
+    rows = _rows(_config(*servers, "rollout.gpu_memory_utilization=0.0001"), _80_GB)
+    assert rows["  a server"].endswith(
+        "0.0001 of the GPU (rollout.gpu_memory_utilization), with room for 17 of such completions: "
+        "the others wait"
     )
 
 
 @dataclass(frozen=True)
 class _Case:
     arguments: tuple[str, ...]
-    says: str
+    node: str
+    advice: str | None = None
+    free: int = 80_000_000_000
+
+
+_PART = "rollout.gpu_memory_utilization"
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        _Case(("rollout.gpu_memory_utilization=0.85",), "about 70 GB at a time, of 80 GB: it fits"),
         _Case(
-            ("rollout.gpu_memory_utilization=0.85", "rollout.release_memory=false"),
-            "about 98 GB at a time, of 80 GB: it may NOT fit: see policy.offload",
+            (f"{_PART}=0.85",),
+            "about 30 GB to train, then 68 GB to sample beside 2 GB of the policy, of 80 GB: fits",
         ),
         _Case(
-            (
-                *("rollout.gpu_memory_utilization=0.85", "launch.gpus_per_node=2"),
-                *("launch.placement=separate", "policy.parallel.data=1"),
-            ),
-            "about 68 GB at a time, of 80 GB: it fits",
+            (f"{_PART}=0.85", "rollout.release_memory=false"),
+            "about 30 GB to train and 68 GB to sample, of 80 GB: may NOT fit",
+            "rollout.release_memory=true",
         ),
+        _Case(
+            (f"{_PART}=0.85", "launch.gpus_per_node=2", "launch.placement=separate",
+             "policy.parallel.data=1"),
+            "about 68 GB to sample, of 80 GB: fits",
+        ),
+        _Case((f"{_PART}=2e-5",), "1.6 MB to sample beside 2 GB of the policy, of 80 GB: may NOT",
+              "of a server, see"),
+        _Case((f"{_PART}=0.85",), "of 80 GB with 20 GB in use: may NOT fit",
+              "end what nvidia-smi lists", 60_000_000_000),
+        _Case((f"{_PART}=0.5",), "of 80 GB with 20 GB in use: fits", None, 60_000_000_000),
     ],
-)
-def test_what_a_gpu_holds_at_most(case: _Case) -> None:
-    rows = _rows(_config("launch.gpus_per_node=1", *case.arguments), _80_GB)
-    assert rows["  at most"].startswith(case.says)
-    assert rows["  found"] == "1 on this machine (H100)"
+)  # fmt: skip
+def test_what_a_gpu_needs_is_compared_with_what_it_has(case: _Case) -> None:
+    gpu = replace(_80_GB, free_bytes=case.free)
+    rows = _rows(_config("launch.gpus_per_node=1", *case.arguments), gpu, gpu)
+    assert case.node in rows["  node 0"]
+    assert rows.get("  to make it fit", "").startswith(case.advice or "")
+    assert ("  to make it fit" in rows) == (case.advice is not None)
+    assert rows["  found"] == "2 on this machine (H100)"
+
+
+def test_a_policy_that_is_too_large_is_told_apart_from_a_server_that_is() -> None:
+    config = _config("launch.gpus_per_node=1")
+    small = replace(_80_GB, memory_bytes=20_000_000_000, free_bytes=20_000_000_000)
+    assert _rows(config, small)["  to make it fit"].startswith("of the policy, see policy.offload")
 
 
 def test_fewer_gpus_than_the_run_is_to_use(monkeypatch: pytest.MonkeyPatch) -> None:
