@@ -4,7 +4,8 @@ from engines.remote_model_contract import WorkerContract
 
 ENGINE = "sglang"
 MODELS = "tiny_models"
-ARGUMENTS = ()
+# Prompts of 64 ids and more are read in several steps.
+ARGUMENTS = ("--model.max_num_batched_tokens", "64")
 
 
 class TestSglangServer(WorkerContract):

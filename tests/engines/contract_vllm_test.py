@@ -4,7 +4,8 @@ from engines.remote_model_contract import WorkerContract
 
 ENGINE = "vllm"
 MODELS = "tiny_models"
-ARGUMENTS = ("--model.enforce_eager", "true")
+# Prompts of 64 ids and more are read in several steps.
+ARGUMENTS = ("--model.enforce_eager", "true", "--model.max_num_batched_tokens", "64")
 
 
 class TestVllmServer(WorkerContract):

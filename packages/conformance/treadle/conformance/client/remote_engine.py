@@ -153,13 +153,22 @@ class RemoteEngine:
         self._resumed.set()
 
     async def load_weights(
-        self, tensors: AsyncIterator[NamedTensor], *, version: int, in_place: bool = False
+        self,
+        tensors: AsyncIterator[NamedTensor],
+        *,
+        version: int,
+        in_place: bool = False,
+        in_flight: InFlightPolicy | None = None,
     ) -> None:
         """Makes one update over inline transport; see `Engine.load_weights`.
 
-        In place, the tensors of `info` are announced and pushed as they come. Otherwise all tensors
-        are read first, and exactly those are announced.
+        With `in_flight`, the server pauses by itself, by that policy, for as long as the update
+        needs it; else the policy is that of the last pause. In place, the tensors of `info` are
+        announced and pushed as they come. Otherwise all tensors are read first, and exactly those
+        are announced.
         """
+        if in_flight is not None:
+            self._policy = in_flight
         update_id = str(uuid.uuid4())
         held: list[NamedTensor] = []
         specs = self._parameters

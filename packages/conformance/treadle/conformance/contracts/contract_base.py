@@ -6,7 +6,8 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from treadle.rollout_server.engine import Engine, NamedTensor
+from treadle.conformance.contracts.reader import stream
+from treadle.rollout_server.engine import Engine, InFlightPolicy, NamedTensor
 
 LONG = 300
 """Default of `ContractBase.long`."""
@@ -46,6 +47,14 @@ class ContractBase:
     def takes_in_place(self, engine: Engine) -> bool:
         """Returns whether updates in place reach the engine."""
         return True
+
+    async def update_in_flight(
+        self, engine: Engine, tensors: Sequence[NamedTensor], version: int
+    ) -> None:
+        """Loads weights under running sequences, with CONTINUE."""
+        await engine.pause(InFlightPolicy.CONTINUE)
+        await engine.load_weights(stream(tensors), version=version)
+        await engine.resume()
 
     async def break_engine(self, engine: Engine) -> None:
         """Breaks the engine for good, as the death of a worker does."""

@@ -7,8 +7,10 @@ keeps any part of old weights, such as a packed output head, fails.
 Needs torch and transformers.
 """
 
+import asyncio
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ import pytest
 
 from treadle.conformance.contracts.contract_base import ContractBase, skip_unless
 from treadle.conformance.contracts.reader import (
+    TRIES,
     Output,
     Reader,
     pause_midway,
@@ -27,7 +30,7 @@ from treadle.conformance.contracts.reader import (
     stream,
     update,
 )
-from treadle.rollout_server.engine import Engine, InFlightPolicy, Sampling
+from treadle.rollout_server.engine import Engine, EngineRequest, InFlightPolicy, Sampling
 
 if TYPE_CHECKING:
     from treadle.conformance.contracts.reference import Reference
@@ -228,9 +231,67 @@ class ModelContract(ModelComparison):
         told = first.logprobs(prompt, output.token_ids[:old], sampling)
         if old == len(output.token_ids):
             return told
-        if self.continue_recomputes:
+        if self.continue_recomputes or not old:
             read = prompt + output.token_ids[:old]
             return told + second.logprobs(read, output.token_ids[old:], sampling)
         return told + second.continued_logprobs(
             first, prompt, output.token_ids, sampling, switched=old
         )
+
+    async def test_a_prompt_that_is_half_read_at_an_update_is_of_one_version(self) -> None:
+        """Long prompts are read one after another, so that the update finds one half read."""
+        async with self.engine() as engine:
+            can, model = engine.info.capabilities, engine.info.model
+            skip_unless(can.in_flight_continue, "this engine cannot continue")
+            length = min(900, model.context_length - 2)
+            prompts = [random_prompt(length, model.vocab_size, seed=20 + n) for n in range(6)]
+            asked = [
+                request(
+                    prompt,
+                    temperature=1.0,
+                    seed=place,
+                    max_tokens=2,
+                    # Engines that report them may read the prompt in another way.
+                    prompt_logprobs_from=1 if can.prompt_logprobs and place % 2 else None,
+                )
+                for place, prompt in enumerate(prompts)
+            ]
+            base, outputs = await self._updated_while_reading(engine, asked)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            told = self._labelled(prompt, output, output.versions.count(base))
+            assert output.logprobs == pytest.approx(told, abs=self.model_tolerance)
+            if output.prompt_logprobs:
+                told = self._told_of_prompt(prompt, output, base)
+                assert output.prompt_logprobs == pytest.approx(told, abs=self.model_tolerance)
+
+    async def _updated_while_reading(
+        self, engine: Engine, asked: Sequence[EngineRequest]
+    ) -> tuple[int, list[Output]]:
+        """Returns the version before an update, and what sequences yielded that it found unread.
+
+        Raises:
+            AssertionError: The engine read all prompts before the update, `TRIES` times.
+        """
+        for _ in range(TRIES):
+            base = engine.weight_version
+            readers = [Reader(engine, one) for one in asked]
+            first = [asyncio.ensure_future(reader.first_tokens()) for reader in readers]
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+            await self.update_in_flight(engine, self.weights(1), base + 1)
+            outputs = [await reader.output() for reader in readers]
+            await asyncio.gather(*first)
+            if any(output.versions[0] > base for output in outputs):
+                return base, outputs
+            await update(engine, self.weights(0), base + 2)
+        raise AssertionError(f"{len(asked)} prompts were read before the pause: use longer ones")
+
+    def _told_of_prompt(self, prompt: tuple[int, ...], output: Output, base: int) -> list[float]:
+        """Returns transformers' log-probs of a prompt, each by the version of its label."""
+        plain = request(temperature=1.0).sampling
+        by_version = [
+            self.reference(which).logprobs(prompt[:1], prompt[1:], plain) for which in (0, 1)
+        ]
+        return [
+            by_version[version - base][place]
+            for place, version in enumerate(output.prompt_versions)
+        ]

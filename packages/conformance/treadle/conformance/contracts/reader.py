@@ -36,7 +36,10 @@ caches, and may decide draws among all tokens of a large vocabulary."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Everything that one sequence yielded; `versions` has one entry per token."""
+    """Everything that one sequence yielded.
+
+    `versions` has one entry per token, `prompt_versions` one per log-prob of the prompt.
+    """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -44,6 +47,7 @@ class Output:
     cached_prompt_tokens: int
     routed_experts: bytes
     prompt_logprobs: tuple[float, ...]
+    prompt_versions: tuple[int, ...]
     reason: FinishReason
 
 
@@ -83,6 +87,7 @@ class Reader:
         versions: list[int] = []
         routed: list[bytes] = []
         prompt_logprobs: list[float] = []
+        prompt_versions: list[int] = []
         started: Started | None = None
         reason: FinishReason | None = None
         async with aclosing(engine.generate(request)) as events:
@@ -97,6 +102,7 @@ class Reader:
                         assert not token_ids, "log-probs of the prompt came after a token"
                         assert event.logprobs, "an event without log-probs"
                         prompt_logprobs.extend(event.logprobs)
+                        prompt_versions.extend([event.weight_version] * len(event.logprobs))
                     case Tokens():
                         assert started is not None, "tokens came before Started"
                         routed.append(event.routed_experts)
@@ -120,6 +126,7 @@ class Reader:
             cached_prompt_tokens=started.cached_prompt_tokens,
             routed_experts=b"".join(routed),
             prompt_logprobs=tuple(prompt_logprobs),
+            prompt_versions=tuple(prompt_versions),
             reason=reason,
         )
 

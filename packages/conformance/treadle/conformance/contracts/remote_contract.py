@@ -113,6 +113,14 @@ class RemoteContract(ContractBase):
             pytest.skip("needs weights to send: set Target.checkpoints")
         return read_checkpoint(self.target.checkpoints[which])
 
+    async def update_in_flight(
+        self, engine: Engine, tensors: Sequence[NamedTensor], version: int
+    ) -> None:
+        """Updates without a pause before it, which would refuse calls that have no token yet."""
+        assert isinstance(engine, RemoteEngine)
+        policy = InFlightPolicy.CONTINUE
+        await engine.load_weights(stream(tensors), version=version, in_flight=policy)
+
     def takes_in_place(self, engine: Engine) -> bool:
         """Returns the server's capability."""
         assert isinstance(engine, RemoteEngine)
