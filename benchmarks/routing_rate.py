@@ -5,6 +5,9 @@ the queue around it (`SessionQueue`, with leases), which clients run in process 
 service behind gRPC. Every session has a first turn, then a later one. Then, while all of them are
 open, each ends and another takes its place, with a first and a later turn.
 
+Last, caches that hold half of the sessions: all of them ask at once, half of them wait, and each
+has a first and a later turn and ends, so that every end gives another its place.
+
     python benchmarks/routing_rate.py [--sessions 50000] [--servers 64 1024] [--rounds 3]
 """
 
@@ -74,6 +77,23 @@ async def rates(subject: Subject, sessions: int) -> Sequence[float]:
     return found
 
 
+async def rate_of_full_caches(addresses: Sequence[str], sessions: int) -> float:
+    """Returns decisions per second of CPU where half of the sessions wait for room."""
+    fitting = max(1, sessions // (2 * len(addresses)))
+    policy = StickySession(addresses, cache_tokens=fitting * _CONTEXT)
+    queue = SessionQueue(policy, clock=LoopClock(), lease_s=3600.0)
+
+    async def session(name: str) -> None:
+        for _ in range(2):
+            assert await queue.open(name, context_tokens=_CONTEXT, wait_s=3600.0) is not None
+            await asyncio.sleep(0)
+        queue.close(name)
+
+    began = time.process_time()
+    await asyncio.gather(*(session(f"step-1/row-{n // 8}/{n % 8}") for n in range(sessions)))
+    return 3 * sessions / (time.process_time() - began)
+
+
 def main() -> None:
     """Prints medians and ranges."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -105,6 +125,15 @@ def main() -> None:
                     f"{'; '.join(cells)}; load {os.getloadavg()[0]:.1f}",
                     flush=True,
                 )
+        full = [
+            asyncio.run(rate_of_full_caches(addresses, arguments.sessions))
+            for _ in range(arguments.rounds)
+        ]
+        print(
+            f"{servers} servers, queue, half of the sessions wait: {statistics.median(full):,.0f} "
+            f"({min(full):,.0f} to {max(full):,.0f}); load {os.getloadavg()[0]:.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

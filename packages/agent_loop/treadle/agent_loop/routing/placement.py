@@ -27,6 +27,7 @@ only `finish` releases capacity (a least-recently-used table could not).
 """
 
 import hashlib
+import heapq
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Protocol
@@ -34,8 +35,11 @@ from typing import Protocol
 from treadle.agent_loop.routing.session_table import (
     NoReplica,
     ReplicaEntry,
+    ReplicaOrder,
     RoutedSession,
     SessionTable,
+    by_load,
+    by_room,
 )
 
 _SHED_ABOVE = 1.1
@@ -125,6 +129,11 @@ class Router(Protocol):
         """The sessions that got FULL and wait for a slot, oldest first."""
         ...
 
+    @property
+    def oldest_waiting(self) -> str | None:
+        """The oldest of them, which gets the next slot; None if none waits."""
+        ...
+
     def stop_waiting(self, session_id: str) -> None:
         """Removes a session from those that wait for a slot, because its caller has left."""
         ...
@@ -176,7 +185,11 @@ class StickySession(SessionTable):
         self._cache_tokens = cache_tokens
         self._choices = 0
         self._waiting: dict[str, RoutedSession] = {}
-        super().__init__(addresses)
+        # A heap of those that wait, and of some that no longer do, which are passed over.
+        self._by_age: list[tuple[int, RoutedSession]] = []
+        self._by_load, self._by_room = ReplicaOrder(by_load), ReplicaOrder(by_room)
+        bounded = (self._by_room,) if cache_tokens is not None else ()
+        super().__init__(addresses, orders=(self._by_load, *bounded))
 
     def pick(
         self,
@@ -203,10 +216,14 @@ class StickySession(SessionTable):
             return self._unavailable(session)
         if ignore_capacity:
             return self._place(session, accepting)
-        self._waiting[session_id] = session
-        if any(other.age < session.age for other in self._waiting.values()):
+        self._wait(session)
+        if self._oldest() is not session:
             return NoReplica.FULL
         if not self._has_room(accepting[0], session):
+            # Most decisions of a full cluster end here, without a search.
+            roomiest = self._by_room.least()
+            if roomiest is None or not self._has_room(roomiest, session):
+                return NoReplica.FULL
             accepting = [r for r in self._accepting(avoid) if self._has_room(r, session)]
         return self._place(session, accepting)
 
@@ -214,6 +231,27 @@ class StickySession(SessionTable):
     def waiting(self) -> tuple[str, ...]:
         """The sessions that got FULL and wait for a slot, oldest first."""
         return tuple(s.name for s in sorted(self._waiting.values(), key=lambda s: s.age))
+
+    @property
+    def oldest_waiting(self) -> str | None:
+        """The oldest of them, which gets the next slot; None if none waits."""
+        oldest = self._oldest()
+        return None if oldest is None else oldest.name
+
+    def _wait(self, session: RoutedSession) -> None:
+        if session.name in self._waiting:
+            return
+        self._waiting[session.name] = session
+        heapq.heappush(self._by_age, (session.age, session))
+        if len(self._by_age) > 64 + 4 * len(self._waiting):
+            self._by_age = [(each.age, each) for each in self._waiting.values()]
+            heapq.heapify(self._by_age)
+
+    def _oldest(self) -> RoutedSession | None:
+        heap = self._by_age
+        while heap and self._waiting.get(heap[0][1].name) is not heap[0][1]:
+            heapq.heappop(heap)
+        return heap[0][1] if heap else None
 
     def stop_waiting(self, session_id: str) -> None:
         """Removes a session from those that wait for a slot, because its caller has left."""
@@ -228,7 +266,7 @@ class StickySession(SessionTable):
         self, session: RoutedSession, placed: ReplicaEntry, avoid: Collection[str]
     ) -> str | NoReplica:
         # The least load of all replicas bounds that of the others: most turns need no search.
-        least = self._order.least()
+        least = self._by_load.least()
         if least is None or len(placed.sessions) - 1 - len(least.sessions) <= self._margin:
             return placed.address
         accepting = self._accepting(avoid)
@@ -252,7 +290,7 @@ class StickySession(SessionTable):
 
     def _least_accepting(self, avoid: Collection[str]) -> list[ReplicaEntry]:
         """Returns the least loaded replica that accepts sessions; [] if none does."""
-        least = self._order.least()
+        least = self._by_load.least()
         if least is None or least.draining or least.address in avoid:
             least = self._least(self._accepting(avoid))
         return [] if least is None else [least]

@@ -9,10 +9,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from treadle.agent_loop.routing.placement import HashedSession, Router, StickySession
 from treadle.agent_loop.routing.session_table import (
-    LoadOrder,
     NoReplica,
     ReplicaEntry,
+    ReplicaOrder,
     RoutedSession,
+    by_load,
+    by_room,
 )
 
 ADDRESSES = [f"r{i}" for i in range(4)]
@@ -156,7 +158,7 @@ class BoundedMachine(RuleBasedStateMachine):
         if place is NoReplica.FULL:
             assert session in self.router.waiting
             assert self.router.waiting[0] != session or all(
-                self.tokens(a) + length > 10 for a in self.router.addresses
+                self.tokens(a) + length > 10 and self.router.load(a) for a in self.router.addresses
             )
             return
         assert isinstance(place, str)
@@ -182,7 +184,9 @@ class BoundedMachine(RuleBasedStateMachine):
     @invariant()
     def who_waits_has_no_place(self) -> None:
         if hasattr(self, "router"):
-            assert all(self.router.pinned(session) is None for session in self.router.waiting)
+            waiting = self.router.waiting
+            assert all(self.router.pinned(session) is None for session in waiting)
+            assert self.router.oldest_waiting == (waiting[0] if waiting else None)
 
     def teardown(self) -> None:
         """Nobody starves: as sessions finish, all others get their place, oldest first."""
@@ -210,28 +214,48 @@ for case in (TestSticky, TestHashed, TestBounded):
     case.settings = settings(deadline=None, max_examples=50)
 
 
+STEPS = st.sampled_from(["drop", "up", "up", "grow", "down"])
+
+
 @settings(deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["drop", "up", "up", "down"]), st.integers(0, 3))))
-def test_the_least_loaded_is_known_without_a_search(steps: list[tuple[str, int]]) -> None:
-    order, there = LoadOrder(), dict[int, ReplicaEntry]()
+@given(st.lists(st.tuples(STEPS, st.integers(0, 3))))
+def test_the_first_replica_is_known_without_a_search(steps: list[tuple[str, int]]) -> None:
+    orders = {key: ReplicaOrder(key) for key in (by_load, by_room)}
+    there = dict[int, ReplicaEntry]()
     for number, (step, which) in enumerate(steps):
         replica = there.get(which)
         if replica is None:
-            there[which] = replica = ReplicaEntry(str(which), number, order)
-            order.add(replica)
+            replica = ReplicaEntry(str(which), number, tuple(orders.values()))
+            there[which] = replica
+            for order in orders.values():
+                order.add(replica)
         elif step == "drop":
-            order.remove(there.pop(which))
+            del there[which]
+            for order in orders.values():
+                order.remove(replica)
         elif step == "up":
             replica.last_chosen = number
-            replica.put(RoutedSession(str(number), number))
-        elif step == "down" and replica.sessions:
+            replica.put(RoutedSession(str(number), number, context_tokens=number % 3))
+        elif replica.sessions and step == "grow":
+            replica.resize(next(iter(replica.sessions.values())), number)
+        elif replica.sessions and step == "down":
             replica.drop(next(iter(replica.sessions.values())))
-        wanted = min(
-            there.values(),
-            key=lambda r: (len(r.sessions), r.last_chosen, r.number),
-            default=None,
-        )
-        assert order.least() is wanted
+        for key, order in orders.items():
+            ranked = sorted((key(each), each.number, which) for which, each in there.items())
+            assert order.least() is (there[ranked[0][2]] if ranked else None)
+
+
+def test_the_oldest_that_waits_is_known_without_a_search() -> None:
+    """Sessions that give up and wait again leave nothing behind."""
+    router = StickySession(["a"], cache_tokens=10)
+    router.pick("holder", context_tokens=10)
+    for round_ in range(200):
+        for session in ("s0", "s1"):
+            assert router.pick(session, context_tokens=1) is NoReplica.FULL
+            if session == "s1" or round_ % 2:
+                router.stop_waiting(session)
+        assert router.oldest_waiting == (None if round_ % 2 else "s0")
+    assert len(router._by_age) < 100
 
 
 @settings(deadline=None)

@@ -7,7 +7,7 @@ choose a replica; see `placement`. Pure.
 
 import enum
 import heapq
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 
@@ -42,7 +42,7 @@ class ReplicaEntry:
     Attributes:
         address: Its address.
         number: Number of replicas that were added before it.
-        order: Is told of each change of its load.
+        orders: Are told of each change of its sessions and of their length.
         draining: Whether it accepts no new session.
         last_chosen: Number of the choice that last picked it; -1 if none did.
         context_tokens: Of all its sessions.
@@ -51,7 +51,7 @@ class ReplicaEntry:
 
     address: str
     number: int
-    order: "LoadOrder"
+    orders: tuple["ReplicaOrder", ...]
     draining: bool = False
     last_chosen: int = -1
     context_tokens: int = 0
@@ -62,56 +62,79 @@ class ReplicaEntry:
         session.replica = self
         self.sessions[session.name] = session
         self.context_tokens += session.context_tokens
-        self.order.changed(self)
+        self._changed()
 
     def drop(self, session: RoutedSession) -> None:
         """Takes away the slot of a session that is placed here."""
         session.replica = None
         del self.sessions[session.name]
         self.context_tokens -= session.context_tokens
-        self.order.changed(self)
+        self._changed()
+
+    def resize(self, session: RoutedSession, context_tokens: int) -> None:
+        """Notes another length of a session that is placed here."""
+        self.context_tokens += context_tokens - session.context_tokens
+        session.context_tokens = context_tokens
+        self._changed()
+
+    def _changed(self) -> None:
+        for order in self.orders:
+            order.changed(self)
 
 
-class LoadOrder:
-    """The replicas by load, so that the least loaded one is known without a search.
+def by_load(replica: ReplicaEntry) -> tuple[int, int]:
+    """Orders replicas by their number of sessions, then by when they were chosen last."""
+    return len(replica.sessions), replica.last_chosen
 
-    Invariant: for each replica, the heap has an entry with its present load and choice. Other
-    entries are stale: they are passed over, and the heap is made anew when most of it is stale. A
-    change costs the logarithm of the number of replicas.
+
+def by_room(replica: ReplicaEntry) -> tuple[int, int]:
+    """Orders replicas by the length of their contexts; among equals, one without sessions first."""
+    return replica.context_tokens, len(replica.sessions)
+
+
+class ReplicaOrder:
+    """The replicas by a key, so that the first one is known without a search.
+
+    Invariant: for each replica, the heap has an entry with its present key. Other entries are
+    stale: they are passed over, and the heap is made anew when most of it is stale. A change costs
+    the logarithm of the number of replicas.
+
+    Args:
+        key: `by_load` or `by_room`.
     """
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, ReplicaEntry]] = []
+    def __init__(self, key: Callable[[ReplicaEntry], tuple[int, int]]) -> None:
+        self._key = key
+        self._heap: list[tuple[tuple[int, int], int, ReplicaEntry]] = []
         self._replicas: set[ReplicaEntry] = set()
 
-    def add(self, replica: "ReplicaEntry") -> None:
+    def add(self, replica: ReplicaEntry) -> None:
         """Adds a replica."""
         self._replicas.add(replica)
         self.changed(replica)
 
-    def remove(self, replica: "ReplicaEntry") -> None:
+    def remove(self, replica: ReplicaEntry) -> None:
         """Removes a replica."""
         self._replicas.remove(replica)
 
-    def changed(self, replica: "ReplicaEntry") -> None:
-        """Notes that a replica has another load, or was chosen."""
+    def changed(self, replica: ReplicaEntry) -> None:
+        """Notes that the key of a replica may have changed."""
         heapq.heappush(self._heap, self._entry(replica))
         if len(self._heap) > 64 + 4 * len(self._replicas):
             self._heap = [self._entry(each) for each in self._replicas]
             heapq.heapify(self._heap)
 
-    def least(self) -> "ReplicaEntry | None":
-        """Returns the replica with the fewest sessions, of several the one chosen longest ago."""
+    def least(self) -> ReplicaEntry | None:
+        """Returns the first replica; of several with the same key the one that was added first."""
         while self._heap:
-            entry = self._heap[0]
-            if entry[3] in self._replicas and entry == self._entry(entry[3]):
-                return entry[3]
+            key, _, replica = self._heap[0]
+            if replica in self._replicas and key == self._key(replica):
+                return replica
             heapq.heappop(self._heap)
         return None
 
-    @staticmethod
-    def _entry(replica: "ReplicaEntry") -> "tuple[int, int, int, ReplicaEntry]":
-        return len(replica.sessions), replica.last_chosen, replica.number, replica
+    def _entry(self, replica: ReplicaEntry) -> tuple[tuple[int, int], int, ReplicaEntry]:
+        return self._key(replica), replica.number, replica
 
 
 class SessionTable:
@@ -119,14 +142,17 @@ class SessionTable:
 
     Args:
         addresses: The replicas at start.
+        orders: Of the replicas, as the policy needs them.
 
     Raises:
         ValueError: An address is given twice.
     """
 
-    def __init__(self, addresses: Iterable[str] = ()) -> None:
+    def __init__(
+        self, addresses: Iterable[str] = (), *, orders: tuple[ReplicaOrder, ...] = ()
+    ) -> None:
         self._replicas: dict[str, ReplicaEntry] = {}
-        self._order = LoadOrder()
+        self._orders = orders
         self._added = 0
         self._sessions: dict[str, RoutedSession] = {}
         self._opened = 0
@@ -167,9 +193,10 @@ class SessionTable:
         """Adds a replica, or ends the draining of one. Idempotent."""
         replica = self._replicas.get(address)
         if replica is None:
-            replica = ReplicaEntry(address, self._added, self._order)
+            replica = ReplicaEntry(address, self._added, self._orders)
             self._replicas[address] = replica
-            self._order.add(replica)
+            for order in self._orders:
+                order.add(replica)
             self._added += 1
         replica.draining = False
 
@@ -187,12 +214,18 @@ class SessionTable:
         if (replica := self._replicas.pop(address, None)) is not None:
             for session in list(replica.sessions.values()):
                 replica.drop(session)
-            self._order.remove(replica)
+            for order in self._orders:
+                order.remove(replica)
 
     @property
     def waiting(self) -> tuple[str, ...]:
         """The sessions that got FULL and wait for a slot, oldest first."""
         return ()
+
+    @property
+    def oldest_waiting(self) -> str | None:
+        """The oldest of them; None if none waits."""
+        return None
 
     def stop_waiting(self, session_id: str) -> None:
         """Removes a session from those that wait for a slot, because its caller has left."""
@@ -213,9 +246,10 @@ class SessionTable:
             self._sessions[session_id] = session
             if at in self._replicas:
                 self._replicas[at].put(session)
-        if session.replica is not None:
-            session.replica.context_tokens += context_tokens - session.context_tokens
-        session.context_tokens = context_tokens
+        if session.replica is None:
+            session.context_tokens = context_tokens
+        elif session.context_tokens != context_tokens:
+            session.replica.resize(session, context_tokens)
         return session
 
     def _accepting(self, avoid: Collection[str]) -> list[ReplicaEntry]:

@@ -203,7 +203,7 @@ class SessionQueue:
 
     def _serve_waiters(self) -> None:
         """Gives slots to waiting sessions, oldest first, until the next one finds no room."""
-        for session_id in self.router.waiting:
+        while (session_id := self.router.oldest_waiting) is not None:
             if not self._serve(session_id):
                 return
 
@@ -227,14 +227,14 @@ class SessionQueue:
     def _break_stall(self) -> None:
         if self._clock.now() - self._last_place_at < self._stall_s:
             return
-        if waiting := self.router.waiting:
+        if (oldest := self.router.oldest_waiting) is not None:
             _log.warning(
                 "no session got a slot for %g s and %d are waiting: %s proceeds without room",
                 self._stall_s,
-                len(waiting),
-                waiting[0],
+                len(self.router.waiting),
+                oldest,
             )
-            self._serve(waiting[0], ignore_capacity=True)
+            self._serve(oldest, ignore_capacity=True)
 
     def _renew(self, session_id: str) -> None:
         if self._lease_s is not None:
