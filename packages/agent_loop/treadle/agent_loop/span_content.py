@@ -1,5 +1,7 @@
 """What the spans of a trajectory hold as `inputs` and `output`: plain data, as it was at the time.
 
+`messages_content` is also how a trajectory log has messages.
+
 Invariant: nothing here is computed unless a sink records, and text is decoded only when a sink
 writes it (`Services.trace_text`). Decoding reads token ids and gives nothing back to the loop, so
 tokens are the same with and without it.
@@ -29,7 +31,7 @@ def message_content(message: Message) -> dict[str, object]:
         content["tool_call_id"] = message.tool_call_id
     if message.tool_calls:
         content["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments": call.arguments}
+            {"id": call.id, "name": call.name, "arguments": dict(call.arguments)}
             for call in message.tool_calls
         ]
     return content

@@ -23,7 +23,8 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any, BinaryIO, Literal, Self
 
-from treadle.agent_loop import Message, Tokens, Trajectory
+from treadle.agent_loop import Tokens, Trajectory
+from treadle.agent_loop.span_content import messages_content
 from treadle.tracing import (
     Fanout,
     FinishedSpan,
@@ -236,29 +237,11 @@ def to_fields(
         else f"{type(trajectory.error).__name__}: {trajectory.error}",
         "traceback": None if trajectory.error is None else whole_traceback(trajectory.error),
         "num_turns": trajectory.num_turns,
-        "messages": [_message(message) for message in trajectory.messages],
+        "messages": messages_content(trajectory.messages),
         "findings": [{"kind": f.kind, "text": f.text} for f in trajectory.findings],
         "metrics": aggregate([trajectory.metrics]),
         "trace": [_span(span) for span in trace],
     }
-
-
-def _message(message: Message) -> dict[str, object]:
-    plain: dict[str, object] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        plain["reasoning"] = message.reasoning
-    if message.images:
-        plain["images"] = [image.mime for image in message.images]
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {"id": call.id, "name": call.name, "arguments": dict(call.arguments)}
-            for call in message.tool_calls
-        ]
-    return plain
 
 
 def _tokens(tokens: Tokens, decode: Decode | None) -> dict[str, object]:
