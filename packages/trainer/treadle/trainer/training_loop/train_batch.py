@@ -149,8 +149,22 @@ def run_critic_update(
     )
     if free_memory:
         torch.cuda.empty_cache()
-    broken = None if critic.weights_are_finite() else "a critic with weights that are not finite"
-    return UpdateStats(steps=steps, broken=broken, logprobs_s=0.0)
+    return UpdateStats(steps=steps, broken=_not_finite_critic(critic, sequences), logprobs_s=0.0)
+
+
+def _not_finite_critic(critic: "MegatronCritic", sequences: Sequence[TrainSequence]) -> str | None:
+    """Returns what of a critic is not finite; see `not_finite`."""
+    if not critic.weights_are_finite():
+        return "a critic with weights that are not finite"
+    (values,) = critic.values([_shortest(sequences)])
+    if not np.isfinite(values).all():
+        return "a critic with weights with which values are not finite"
+    return None
+
+
+def _shortest(sequences: Sequence[TrainSequence]) -> TrainSequence:
+    """Returns the sequence that costs least to compute."""
+    return min((s for s in sequences if s.num_loss_tokens), key=lambda s: len(s.ids))
 
 
 def not_finite(
@@ -159,8 +173,7 @@ def not_finite(
     """Returns what is not finite; finite weights may be so large that what they compute is not."""
     if not policy.weights_are_finite():
         return "weights that are not finite"
-    probe = min((s for s in sequences if s.num_loss_tokens), key=lambda s: len(s.ids))
-    (logprobs,) = policy.logprobs([probe], temperature=temperature)
+    (logprobs,) = policy.logprobs([_shortest(sequences)], temperature=temperature)
     if not np.isfinite(logprobs).all():
         return "weights with which log-probabilities are not finite"
     return None

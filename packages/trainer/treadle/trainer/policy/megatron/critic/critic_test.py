@@ -1,5 +1,6 @@
 """The critic against transformers, in every layout, over a resume, and beside a policy."""
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from treadle.trainer.policy.backend import CheckpointError
 from treadle.trainer.policy.megatron.testing.ranks import RankTask, run_ranks
 from treadle.trainer.policy.megatron.testing.tiny import sequences, write_model
 from treadle.trainer.policy.types import StepStats, TrainSequence
+from treadle.trainer.training_loop.train_batch import run_critic_update
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 LINEAR = CriticOptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
@@ -104,6 +106,24 @@ def test_values_and_their_loss_are_those_of_the_formula(folder: Path, opened: li
     assert stats.loss == pytest.approx(total / count, rel=1e-4)
     assert stats.metrics["critic/vf_clipfrac"] == pytest.approx(clipped / count, abs=0.02)
     assert 0 < clipped < count
+
+
+def test_a_critic_that_is_not_finite_afterwards_is_told(folder: Path, opened: list[Any]) -> None:
+    """Finite weights may be so large that values are not, and every later step is skipped."""
+    policy, critic = open_both(folder)
+    opened.append(policy)
+    batch = sequences(LENGTHS[:2])
+    trained = with_targets(batch, critic.values(batch))
+
+    def broken() -> str | None:
+        return run_critic_update(critic, trained, AlgorithmConfig(), epochs=1).broken
+
+    assert broken() is None
+    head = critic._model.value_weight
+    for size, told in ((3e38, "values are not finite"), (math.nan, "weights that are not finite")):
+        with torch.no_grad():
+            head.fill_(size)
+        assert str(broken()).endswith(told)
 
 
 def learn(critic: Any, steps: int) -> list[StepStats]:
