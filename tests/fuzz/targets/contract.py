@@ -28,12 +28,12 @@ from treadle.rollout_server.services.testing import MODEL, PARAMETERS, want
 from treadle.rollout_server.testing import serve_in_process
 
 TOKEN = "right"
-_STREAMS = ("PushWeights", "PushBuckets", "ServerReflectionInfo")
+_STREAMS = ("GenerateMany", "PushWeights", "PushBuckets", "ServerReflectionInfo")
 _GENERATION = "/treadle.rollout.v1.GenerationService/"
 _SERVER = "/treadle.rollout.v1.ServerService/"
 _WEIGHTS = "/treadle.rollout.v1.WeightSyncService/"
 _NAMES = {
-    _GENERATION: ("Generate",),
+    _GENERATION: ("Generate", "GenerateMany"),
     _SERVER: ("GetServerInfo", "Pause", "Resume", "ReleaseMemory", "RestoreMemory"),
     _WEIGHTS: (
         *("BeginUpdate", "PushWeights", "PushBuckets", "GetUpdate", "CommitUpdate"),

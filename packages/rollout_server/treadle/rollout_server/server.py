@@ -32,7 +32,7 @@ from treadle.rollout_server.observability.server_stats import ServerStats
 from treadle.rollout_server.registry import EngineFactory, engine_factory
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
-from treadle.rollout_server.services import generation, weight_sync
+from treadle.rollout_server.services import generate_many, generation, weight_sync
 from treadle.rollout_server.services.interceptors import Guard
 from treadle.rollout_server.services.methods import Methods
 from treadle.rollout_server.services.server import ServerServicer
@@ -165,7 +165,10 @@ def _assemble(
 ) -> health.aio.HealthServicer:
     health_servicer = health.aio.HealthServicer()
     methods = Methods()
-    generation.add_to_server(generation.GenerationServicer(replica, stats, sink), methods)
+    servicer = generation.GenerationServicer(replica, stats, sink)
+    generation.add_to_server(servicer, methods)
+    many = generate_many.GenerateManyServicer(servicer, replica.lifecycle)
+    generate_many.add_to_server(many, methods)
     weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), methods)
     srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
         ServerServicer(replica, server_version()), methods

@@ -201,3 +201,49 @@ class GenerateFinished(_message.Message):
     prefill_time: _duration_pb2.Duration
     paused_time: _duration_pb2.Duration
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., num_tokens: _Optional[int] = ..., engine_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., paused_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GenerateManyRequest(_message.Message):
+    __slots__ = ("begin", "cancel")
+    BEGIN_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    begin: _containers.RepeatedCompositeFieldContainer[NumberedRequest]
+    cancel: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, begin: _Optional[_Iterable[_Union[NumberedRequest, _Mapping]]] = ..., cancel: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class NumberedRequest(_message.Message):
+    __slots__ = ("number", "request", "timeout", "traceparent")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    request: GenerateRequest
+    timeout: _duration_pb2.Duration
+    traceparent: str
+    def __init__(self, number: _Optional[int] = ..., request: _Optional[_Union[GenerateRequest, _Mapping]] = ..., timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
+
+class GenerateManyResponse(_message.Message):
+    __slots__ = ("parts",)
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    parts: _containers.RepeatedCompositeFieldContainer[NumberedResponse]
+    def __init__(self, parts: _Optional[_Iterable[_Union[NumberedResponse, _Mapping]]] = ...) -> None: ...
+
+class NumberedResponse(_message.Message):
+    __slots__ = ("number", "response", "status")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    response: GenerateResponse
+    status: CompletionStatus
+    def __init__(self, number: _Optional[int] = ..., response: _Optional[_Union[GenerateResponse, _Mapping]] = ..., status: _Optional[_Union[CompletionStatus, _Mapping]] = ...) -> None: ...
+
+class CompletionStatus(_message.Message):
+    __slots__ = ("code", "message", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    details: bytes
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., details: _Optional[bytes] = ...) -> None: ...

@@ -40,6 +40,11 @@ class GenerationServiceStub(object):
                 request_serializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.GenerateMany = channel.stream_stream(
+                '/treadle.rollout.v1.GenerationService/GenerateMany',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServiceServicer(object):
@@ -61,6 +66,24 @@ class GenerationServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateMany(self, request_iterator, context):
+        """Streams many completions over one call, each as Generate would: a call costs a client and a
+        server many times what a message costs. Needs Capabilities.generate_many, else UNIMPLEMENTED.
+
+        Completions do not affect one another. Each has its number, its deadline, its events and its
+        status, which is the last that is sent of it. The events of one come in their order; those of
+        several come in any order, and share messages.
+
+        Cancellation: `cancel` aborts one completion, and cancelling the call all of them.
+        Deadline: required for each completion (`timeout`), and for the call, whose deadline is far off.
+        Retry: when the call fails, so does each completion without a status, as if that had failed.
+        The call ends when the client has closed its side and every completion has a status. A server
+        that shuts down reads no more, and ends the call when what it has begun has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -68,6 +91,11 @@ def add_GenerationServiceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateResponse.SerializeToString,
+            ),
+            'GenerateMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.GenerateMany,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -98,6 +126,33 @@ class GenerationService(object):
             '/treadle.rollout.v1.GenerationService/Generate',
             treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GenerateMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/treadle.rollout.v1.GenerationService/GenerateMany',
+            treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_generation__service__pb2.GenerateManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,12 +4,11 @@ Invariant: a stream is one `started`, chunks of tokens, one `finished`, or it fa
 call ends, its sequence has left the engine when the handler returns.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
-import grpc.aio
 
 from treadle.rollout.v1 import generation_service_pb2 as pb
 from treadle.rollout_server.engine import EngineEvent
@@ -31,6 +30,18 @@ from treadle.tracing import TraceSink, serving_span
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
+class Caller(Protocol):
+    """What a completion needs of its call: gRPC's context, or that of one of many completions."""
+
+    def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
+        """Returns the call's metadata."""
+        ...
+
+    async def write(self, message: bytes, /) -> None:
+        """Sends a serialized `GenerateResponse`; waits while the caller does not read."""
+        ...
+
+
 class GenerationServicer:
     """Serves `Replica.generate`.
 
@@ -45,11 +56,7 @@ class GenerationServicer:
         self._stats = stats
         self._sink = sink
 
-    async def generate(
-        self,
-        request: pb.GenerateRequest,
-        context: grpc.aio.ServicerContext[pb.GenerateRequest, bytes],
-    ) -> bytes:
+    async def generate(self, request: pb.GenerateRequest, context: Caller) -> bytes:
         """Writes one completion as serialized `GenerateResponse`s; returns the last one."""
         replica = self._replica
         with (

@@ -200,7 +200,11 @@ class _Guarded:
         # Read now: gRPC frees the peer of a call that is cancelled.
         self._peer = self._context.peer() if _log.isEnabledFor(logging.DEBUG) else ""
         error: RolloutServerError | None = self._problem
-        if error is None and self._method.startswith(_OURS) and not _has_deadline(self._context):
+        if (
+            error is None
+            and self._method.startswith(_OURS)
+            and not is_deadline(self._context.time_remaining())
+        ):
             error = DeadlineRequired(self._method)
         refusal = None if error is None else self._refusal(error)
         if refusal is not None:
@@ -268,6 +272,6 @@ class _Refusal:
             raise
 
 
-def _has_deadline(context: _Context) -> bool:
-    left_s = context.time_remaining()
+def is_deadline(left_s: float | None) -> bool:
+    """Returns whether the remaining seconds are those of a deadline."""
     return left_s is not None and left_s < _NO_DEADLINE_S

@@ -46,6 +46,8 @@ _SYNC, _GENERATION = (
 _LIMITS: Final = {
     # Three million ids; images beside them.
     f"{_GENERATION}Generate": _Limit(max_bytes=16 * _MIB, max_fields=1 << 16, large_field=8),
+    # Larger requests are calls of Generate. Empty ones would take 120 MiB.
+    f"{_GENERATION}GenerateMany": _Limit(max_bytes=4 * _MIB, max_fields=1 << 12),
     # The tensors of a model, with names of 80 bytes, and a few fields beside them.
     f"{_SYNC}BeginUpdate": _Limit(max_bytes=32 * _MIB, max_fields=(1 << 20) + 16),
     # Data, whose length the server chooses (`max_chunk_bytes`), in one nested message.

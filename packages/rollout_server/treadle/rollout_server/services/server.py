@@ -75,6 +75,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     routed_experts=info.capabilities.routed_experts,
                     prompt_logprobs=info.capabilities.prompt_logprobs,
                     constrained_sampling=info.capabilities.constrained_sampling,
+                    generate_many=True,
                 )
             )
         return response
