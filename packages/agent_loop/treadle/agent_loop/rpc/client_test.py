@@ -50,6 +50,12 @@ pytestmark = pytest.mark.asyncio
 PARAMS = SamplingParams(max_tokens=8, temperature=0.0, seed=1, stop_token_ids=(99,))
 
 
+@pytest.fixture(params=[False, True], ids=["own_call", "shared_call"], autouse=True)
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether servers sample many completions over one call: nothing else may differ."""
+    monkeypatch.setattr(ScriptedServer, "many", request.param)
+
+
 async def ask(
     generator: GrpcTokenGenerator,
     params: SamplingParams = PARAMS,

@@ -12,11 +12,9 @@ bounded by the call's deadline; HTTP/2 windows slow the server down if the reade
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import NoReturn
-
-import grpc.aio
+from typing import NoReturn, Protocol
 
 from treadle.agent_loop.errors import ContractError
 from treadle.agent_loop.rpc.codec import decode_finish
@@ -26,13 +24,21 @@ from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 # A log-softmax in low precision may come out just above 0.
 _ROUNDING = 1e-3
 
-GenerateCall = grpc.aio.UnaryStreamCall[
-    generation_pb2.GenerateRequest, generation_pb2.GenerateResponse
-]
+
+class GenerateCall(Protocol):
+    """One completion: a call of Generate, or a part of a shared one (`shared_call`)."""
+
+    def __aiter__(self) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """Iterates over its messages."""
+        ...
+
+    def cancel(self) -> bool:
+        """Ends it, if it has not ended."""
+        ...
 
 
 async def read(
-    call: "GenerateCall", on_event: Callable[[generation_pb2.GenerateResponse], None]
+    call: GenerateCall, on_event: Callable[[generation_pb2.GenerateResponse], None]
 ) -> None:
     """Reads a stream to its end; the call has ended when this returns or raises.
 

@@ -26,7 +26,7 @@ from treadle.agent_loop.errors import (
 from treadle.rollout.v1 import errors_pb2
 
 DOMAIN = "treadle.rollout.v1"
-_DETAILS_KEY = "grpc-status-details-bin"
+DETAILS_KEY = "grpc-status-details-bin"
 _PREFIX = "ERROR_REASON_"
 
 
@@ -136,7 +136,7 @@ def _details(
     failed: grpc.aio.AioRpcError,
 ) -> tuple[error_details_pb2.ErrorInfo | None, float | None]:
     """Returns ErrorInfo and the seconds of RetryInfo, each None if absent."""
-    packed = dict(failed.trailing_metadata() or ()).get(_DETAILS_KEY)
+    packed = dict(failed.trailing_metadata() or ()).get(DETAILS_KEY)
     if not isinstance(packed, bytes):
         return None, None
     info, retry_after_s = None, None

@@ -17,6 +17,9 @@ ROUTED_EXPERTS = "routed_experts"
 
 CONSTRAINED_SAMPLING = "constrained_sampling"
 """The capability that `SamplingParams.constraint` requires."""
+GENERATE_MANY = "generate_many"
+"""The capability of servers that sample many completions over one call."""
+
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The capability that `RequestContext.prompt_logprobs_from` requires."""
 

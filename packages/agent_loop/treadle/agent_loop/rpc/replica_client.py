@@ -11,8 +11,14 @@ from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.rpc.codec import decode_server_info
 from treadle.agent_loop.rpc.completion_stream import GenerateCall
 from treadle.agent_loop.rpc.errors import Action, classify
-from treadle.agent_loop.rpc.handshake import ServerInfo
+from treadle.agent_loop.rpc.handshake import GENERATE_MANY, ServerInfo
 from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
+from treadle.agent_loop.rpc.shared_call import (
+    DEADLINE_S,
+    MAX_REQUEST_BYTES,
+    ManyCall,
+    SharedCall,
+)
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import generation_service_pb2_grpc as generation_grpc
 from treadle.rollout.v1 import server_service_pb2 as server_pb2
@@ -28,6 +34,8 @@ class _GenerationStub(Protocol):
     def Generate(
         self, request: generation_pb2.GenerateRequest, *, timeout: float, metadata: Metadata
     ) -> GenerateCall: ...
+
+    def GenerateMany(self, *, timeout: float, metadata: Metadata) -> ManyCall: ...
 
 
 class _ServerStub(Protocol):
@@ -66,6 +74,7 @@ class ReplicaClient:
     backoff: Backoff
     _stub: _GenerationStub
     _metadata: Metadata = ()
+    _shared: SharedCall | None = None
 
     @classmethod
     async def shake_hands(
@@ -119,7 +128,23 @@ class ReplicaClient:
     def generate(
         self, message: generation_pb2.GenerateRequest, *, timeout_s: float
     ) -> GenerateCall:
-        """Starts a call; its reader must end it (`completion_stream.read`)."""
-        return self._stub.Generate(
-            message, timeout=timeout_s, metadata=(*self._metadata, *inject())
-        )
+        """Starts a completion; its reader must end it (`completion_stream.read`).
+
+        It shares one call with the server's others, unless the server cannot, or the request is
+        large.
+        """
+        if GENERATE_MANY not in self.info.capabilities or message.ByteSize() > MAX_REQUEST_BYTES:
+            return self._stub.Generate(
+                message, timeout=timeout_s, metadata=(*self._metadata, *inject())
+            )
+        if self._shared is None or self._shared.ended:
+            self._shared = SharedCall(
+                self._stub.GenerateMany(timeout=DEADLINE_S, metadata=self._metadata)
+            )
+        span = next((value for _, value in inject()), "")
+        return self._shared.generate(message, timeout_s=timeout_s, traceparent=span)
+
+    async def aclose(self) -> None:
+        """Ends the call that completions share; it needs the channel."""
+        if self._shared is not None:
+            await self._shared.aclose()

@@ -41,6 +41,11 @@ class _Connection:
     num_calls: int = 0
     retired: bool = False
 
+    async def aclose(self) -> None:
+        """Closes the channel, and what uses it."""
+        await self.replica.aclose()
+        await self.channel.close()
+
 
 class ReplicaConnections:
     """The channels and handshakes of a client's replicas. Close them with `aclose`.
@@ -158,12 +163,12 @@ class ReplicaConnections:
     async def aclose(self) -> None:
         """Closes every channel."""
         for connection in (*self._connections.values(), *self._retired):
-            await connection.channel.close()
+            await connection.aclose()
 
     async def _close_if_done(self, connection: _Connection) -> None:
         if connection.retired and not connection.num_calls:
             self._retired.discard(connection)
-            await connection.channel.close()
+            await connection.aclose()
 
     async def _shake_hands_once(self, address: str) -> ReplicaClient:
         async with self._locks.setdefault(address, asyncio.Lock()):

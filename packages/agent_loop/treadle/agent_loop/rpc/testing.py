@@ -8,9 +8,10 @@ Requests, metadata and remaining times are recorded.
         ...
 """
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, ClassVar
 
 import grpc
 import grpc.aio
@@ -18,7 +19,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from treadle.agent_loop.rpc.errors import DOMAIN
+from treadle.agent_loop.rpc.errors import DETAILS_KEY, DOMAIN
 from treadle.rollout.v1 import generation_service_pb2 as pb
 from treadle.rollout.v1 import (
     generation_service_pb2_grpc,
@@ -95,6 +96,28 @@ def fails(
     return handle
 
 
+class _Aborted(Exception):
+    """A handler ended one of many completions with a status."""
+
+
+class _PartContext:
+    """The context of a handler that serves one of many completions."""
+
+    def __init__(self, begun: pb.NumberedRequest, metadata: Any) -> None:
+        self._begun = begun
+        self._metadata = metadata
+        self.traceparent = begun.traceparent
+
+    def invocation_metadata(self) -> Any:
+        return self._metadata
+
+    def time_remaining(self) -> float:
+        return self._begun.timeout.ToNanoseconds() / 1e9
+
+    async def abort_with_status(self, status: Any) -> None:
+        raise _Aborted(status)
+
+
 class ScriptedServer(
     generation_service_pb2_grpc.GenerationServiceServicer,
     server_service_pb2_grpc.ServerServiceServicer,
@@ -105,13 +128,19 @@ class ScriptedServer(
         handlers: The script.
         images: Whether it reports the capability `images`.
 
+    Class attributes:
+        many: Whether servers report the capability `generate_many`.
+
     Attributes:
         handlers: The rest of the script.
         requests: The request of each call.
         metadata: The metadata of each call.
         time_left: The remaining seconds of each call; None without a deadline.
         address: host:port, once it is served.
+        num_shared: Number of shared calls so far.
     """
+
+    many: ClassVar[bool] = False
 
     def __init__(self, *handlers: Handler, images: bool = False) -> None:
         self.handlers = list(handlers)
@@ -120,10 +149,11 @@ class ScriptedServer(
         self.metadata: list[dict[str, str]] = []
         self.time_left: list[float | None] = []
         self.address = ""
+        self.num_shared = 0
 
     async def Generate(
         self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         """Runs the next handler."""
         self.requests.append(request)
         self.metadata.append(dict(context.invocation_metadata()))
@@ -131,6 +161,44 @@ class ScriptedServer(
         assert self.handlers, "no handler left"
         async for event in self.handlers.pop(0)(request, context):
             yield event
+
+    async def GenerateMany(self, requests: Any, context: Context) -> None:
+        """Runs the next handler for each completion, all of them at once."""
+        self.num_shared += 1
+        running: dict[int, asyncio.Task[None]] = {}
+        writing = asyncio.Lock()  # gRPC writes one message at a time
+
+        async def send(number: int, **fields: Any) -> None:
+            part = pb.NumberedResponse(number=number, **fields)
+            async with writing:
+                await context.write(pb.GenerateManyResponse(parts=[part]))
+
+        async def run(begun: pb.NumberedRequest) -> None:
+            part = _PartContext(begun, context.invocation_metadata())
+            try:
+                async with aclosing(self.Generate(begun.request, part)) as events:
+                    async for event in events:
+                        await send(begun.number, response=event)
+            except _Aborted as aborted:
+                (status,) = aborted.args
+                details = dict(status.trailing_metadata)[DETAILS_KEY]
+                ended = pb.CompletionStatus(
+                    code=status.code.value[0], message=status.details, details=details
+                )
+            else:
+                ended = pb.CompletionStatus()
+            await send(begun.number, status=ended)
+
+        try:
+            async for message in requests:
+                for begun in message.begin:
+                    running[begun.number] = asyncio.create_task(run(begun))
+                for number in message.cancel:
+                    running[number].cancel()
+        finally:
+            for task in running.values():
+                task.cancel()
+            await asyncio.gather(*running.values(), return_exceptions=True)
 
     async def GetServerInfo(self, request: Any, context: Context) -> Any:
         """Reports a vocabulary of 100 ids and a context of 64 tokens."""
@@ -141,6 +209,7 @@ class ScriptedServer(
                 sampled_logprobs=True,
                 images=self._images,
                 prompt_logprobs=True,
+                generate_many=self.many,
             ),
             model=server_service_pb2.ModelInfo(
                 architecture="Test", vocab_size=100, context_length=64, tokenizer_sha256=b"\x01"
