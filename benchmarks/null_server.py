@@ -1,8 +1,9 @@
 """The null server: a process behind the contract that knows its completions before it is asked.
 
 Every session calls a tool in each of its turns, and answers in the last. A completion is one
-message that leaves with the status, and the event loop is uvloop's, as in our servers. Nothing is
-checked, queued or logged, so that what calls it can be measured::
+message, which leaves with the status; of `GenerateMany`, those that came together share one. The
+event loop is uvloop's, as in our servers. Nothing is checked, queued or logged, so that what calls
+it can be measured::
 
     async with null_server(script) as server: ...
 """
@@ -82,24 +83,48 @@ class NullServer:
 
     async def generate(self, request: generation_pb2.GenerateRequest, context: Any) -> bytes:
         """Returns the session's next completion."""
-        self._missing -= 1
+        await self._pass(1)
+        reply = self._replies[self._sessions.next_ids(request.session_id)]
+        return reply.SerializeToString()
+
+    async def generate_many(self, requests: Any, context: Any) -> None:
+        """Writes the next completions of the sessions, those of a message together."""
+        writing = asyncio.Lock()
+
+        async def reply(message: generation_pb2.GenerateManyRequest) -> None:
+            await self._pass(len(message.begin))
+            replies = generation_pb2.GenerateManyResponse()
+            for begun in message.begin:
+                part = replies.parts.add(number=begun.number)
+                ids = self._sessions.next_ids(begun.request.session_id)
+                part.response.CopyFrom(self._replies[ids])
+                part.status.SetInParent()
+            async with writing:
+                await context.write(replies)
+
+        async with asyncio.TaskGroup() as group:
+            async for message in requests:
+                group.create_task(reply(message))
+
+    async def _pass(self, count: int) -> None:
+        """Waits for the gate, for as many requests."""
+        self._missing -= count
         if self._missing > 0:
             await self._open.wait()
         self._open.set()
-        return self._replies[self._sessions.next_ids(request.session_id)]
 
     async def get_server_info(self, request: server_pb2.GetServerInfoRequest, context: Any) -> Any:
         """Fits every tokenizer."""
         return server_pb2.GetServerInfoResponse(
             engine="null",
-            capabilities=server_pb2.Capabilities(sampled_logprobs=True),
+            capabilities=server_pb2.Capabilities(sampled_logprobs=True, generate_many=True),
             model=server_pb2.ModelInfo(
                 architecture="null", vocab_size=1 << 18, context_length=1 << 20
             ),
         )
 
 
-def _reply(ids: tuple[int, ...]) -> bytes:
+def _reply(ids: tuple[int, ...]) -> generation_pb2.GenerateResponse:
     batch = generation_pb2.GenerateBatch(
         started=generation_pb2.GenerateStarted(),
         tokens=[generation_pb2.TokenChunk(token_ids=ids, logprobs=[-0.5] * len(ids))],
@@ -107,7 +132,7 @@ def _reply(ids: tuple[int, ...]) -> bytes:
             reason=generation_pb2.FINISH_REASON_STOP, num_tokens=len(ids)
         ),
     )
-    return generation_pb2.GenerateResponse(batch=batch).SerializeToString()
+    return generation_pb2.GenerateResponse(batch=batch)
 
 
 async def serve(script: Script, gate: int) -> None:
@@ -122,7 +147,13 @@ async def serve(script: Script, gate: int) -> None:
         request_deserializer=server_pb2.GetServerInfoRequest.FromString,
         response_serializer=server_pb2.GetServerInfoResponse.SerializeToString,
     )
-    server.add_registered_method_handlers(_GENERATION, {"Generate": generate})
+    many: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(
+        service.generate_many,
+        request_deserializer=generation_pb2.GenerateManyRequest.FromString,
+        response_serializer=generation_pb2.GenerateManyResponse.SerializeToString,
+    )
+    handlers = {"Generate": generate, "GenerateMany": many}
+    server.add_registered_method_handlers(_GENERATION, handlers)
     server.add_registered_method_handlers(_SERVER, {"GetServerInfo": get_info})
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
