@@ -168,6 +168,13 @@ def router() -> Iterator[tuple[str, Input]]:
         ),
     )
     yield (
+        "sessions",
+        (
+            call("OpenSessions", routing.OpenSessionsRequest(sessions=[opened])),
+            call("FinishSessions", routing.FinishSessionsRequest(session_ids=["s", "t"])),
+        ),
+    )
+    yield (
         "replica",
         (
             call("RegisterReplica", routing.RegisterReplicaRequest(address=replica)),

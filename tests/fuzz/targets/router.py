@@ -20,7 +20,7 @@ METHODS = tuple(
     _ROUTING + name
     for name in (
         *("OpenSession", "FinishSession", "RegisterReplica", "DrainReplica", "RemoveReplica"),
-        "ListReplicas",
+        *("ListReplicas", "OpenSessions", "FinishSessions"),
     )
 )
 REPLICAS = ("10.0.0.1:4000", "10.0.0.2:4000")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(treadle/rollout/v1/routing_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"r\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63urrent_address\x18\x03 \x01(\t\x12\x17\n\x0f\x61void_addresses\x18\x04 \x03(\t\"c\n\x13OpenSessionResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05moved\x18\x02 \x01(\x08\x12,\n\tvalid_for\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x14\x46inishSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x46inishSessionResponse\")\n\x16RegisterReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x19\n\x17RegisterReplicaResponse\"&\n\x13\x44rainReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"-\n\x14\x44rainReplicaResponse\x12\x15\n\ropen_sessions\x18\x01 \x01(\r\"\'\n\x14RemoveReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x17\n\x15RemoveReplicaResponse\"\x15\n\x13ListReplicasRequest\"E\n\x14ListReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.treadle.rollout.v1.Replica\"u\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x15\n\ropen_sessions\x18\x03 \x01(\r\x12\x30\n\roccupied_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration2\xee\x04\n\x0eRoutingService\x12^\n\x0bOpenSession\x12&.treadle.rollout.v1.OpenSessionRequest\x1a\'.treadle.rollout.v1.OpenSessionResponse\x12\x64\n\rFinishSession\x12(.treadle.rollout.v1.FinishSessionRequest\x1a).treadle.rollout.v1.FinishSessionResponse\x12j\n\x0fRegisterReplica\x12*.treadle.rollout.v1.RegisterReplicaRequest\x1a+.treadle.rollout.v1.RegisterReplicaResponse\x12\x61\n\x0c\x44rainReplica\x12\'.treadle.rollout.v1.DrainReplicaRequest\x1a(.treadle.rollout.v1.DrainReplicaResponse\x12\x64\n\rRemoveReplica\x12(.treadle.rollout.v1.RemoveReplicaRequest\x1a).treadle.rollout.v1.RemoveReplicaResponse\x12\x61\n\x0cListReplicas\x12\'.treadle.rollout.v1.ListReplicasRequest\x1a(.treadle.rollout.v1.ListReplicasResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(treadle/rollout/v1/routing_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"r\n\x12OpenSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63urrent_address\x18\x03 \x01(\t\x12\x17\n\x0f\x61void_addresses\x18\x04 \x03(\t\"c\n\x13OpenSessionResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\r\n\x05moved\x18\x02 \x01(\x08\x12,\n\tvalid_for\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"*\n\x14\x46inishSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"\x17\n\x15\x46inishSessionResponse\"O\n\x13OpenSessionsRequest\x12\x38\n\x08sessions\x18\x01 \x03(\x0b\x32&.treadle.rollout.v1.OpenSessionRequest\"P\n\x14OpenSessionsResponse\x12\x38\n\x07\x61nswers\x18\x01 \x03(\x0b\x32\'.treadle.rollout.v1.OpenSessionResponse\",\n\x15\x46inishSessionsRequest\x12\x13\n\x0bsession_ids\x18\x01 \x03(\t\"\x18\n\x16\x46inishSessionsResponse\")\n\x16RegisterReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x19\n\x17RegisterReplicaResponse\"&\n\x13\x44rainReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"-\n\x14\x44rainReplicaResponse\x12\x15\n\ropen_sessions\x18\x01 \x01(\r\"\'\n\x14RemoveReplicaRequest\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\x17\n\x15RemoveReplicaResponse\"\x15\n\x13ListReplicasRequest\"E\n\x14ListReplicasResponse\x12-\n\x08replicas\x18\x01 \x03(\x0b\x32\x1b.treadle.rollout.v1.Replica\"u\n\x07Replica\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x15\n\ropen_sessions\x18\x03 \x01(\r\x12\x30\n\roccupied_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration2\xba\x06\n\x0eRoutingService\x12^\n\x0bOpenSession\x12&.treadle.rollout.v1.OpenSessionRequest\x1a\'.treadle.rollout.v1.OpenSessionResponse\x12\x64\n\rFinishSession\x12(.treadle.rollout.v1.FinishSessionRequest\x1a).treadle.rollout.v1.FinishSessionResponse\x12\x61\n\x0cOpenSessions\x12\'.treadle.rollout.v1.OpenSessionsRequest\x1a(.treadle.rollout.v1.OpenSessionsResponse\x12g\n\x0e\x46inishSessions\x12).treadle.rollout.v1.FinishSessionsRequest\x1a*.treadle.rollout.v1.FinishSessionsResponse\x12j\n\x0fRegisterReplica\x12*.treadle.rollout.v1.RegisterReplicaRequest\x1a+.treadle.rollout.v1.RegisterReplicaResponse\x12\x61\n\x0c\x44rainReplica\x12\'.treadle.rollout.v1.DrainReplicaRequest\x1a(.treadle.rollout.v1.DrainReplicaResponse\x12\x64\n\rRemoveReplica\x12(.treadle.rollout.v1.RemoveReplicaRequest\x1a).treadle.rollout.v1.RemoveReplicaResponse\x12\x61\n\x0cListReplicas\x12\'.treadle.rollout.v1.ListReplicasRequest\x1a(.treadle.rollout.v1.ListReplicasResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,24 +40,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHSESSIONREQUEST']._serialized_end=355
   _globals['_FINISHSESSIONRESPONSE']._serialized_start=357
   _globals['_FINISHSESSIONRESPONSE']._serialized_end=380
-  _globals['_REGISTERREPLICAREQUEST']._serialized_start=382
-  _globals['_REGISTERREPLICAREQUEST']._serialized_end=423
-  _globals['_REGISTERREPLICARESPONSE']._serialized_start=425
-  _globals['_REGISTERREPLICARESPONSE']._serialized_end=450
-  _globals['_DRAINREPLICAREQUEST']._serialized_start=452
-  _globals['_DRAINREPLICAREQUEST']._serialized_end=490
-  _globals['_DRAINREPLICARESPONSE']._serialized_start=492
-  _globals['_DRAINREPLICARESPONSE']._serialized_end=537
-  _globals['_REMOVEREPLICAREQUEST']._serialized_start=539
-  _globals['_REMOVEREPLICAREQUEST']._serialized_end=578
-  _globals['_REMOVEREPLICARESPONSE']._serialized_start=580
-  _globals['_REMOVEREPLICARESPONSE']._serialized_end=603
-  _globals['_LISTREPLICASREQUEST']._serialized_start=605
-  _globals['_LISTREPLICASREQUEST']._serialized_end=626
-  _globals['_LISTREPLICASRESPONSE']._serialized_start=628
-  _globals['_LISTREPLICASRESPONSE']._serialized_end=697
-  _globals['_REPLICA']._serialized_start=699
-  _globals['_REPLICA']._serialized_end=816
-  _globals['_ROUTINGSERVICE']._serialized_start=819
-  _globals['_ROUTINGSERVICE']._serialized_end=1441
+  _globals['_OPENSESSIONSREQUEST']._serialized_start=382
+  _globals['_OPENSESSIONSREQUEST']._serialized_end=461
+  _globals['_OPENSESSIONSRESPONSE']._serialized_start=463
+  _globals['_OPENSESSIONSRESPONSE']._serialized_end=543
+  _globals['_FINISHSESSIONSREQUEST']._serialized_start=545
+  _globals['_FINISHSESSIONSREQUEST']._serialized_end=589
+  _globals['_FINISHSESSIONSRESPONSE']._serialized_start=591
+  _globals['_FINISHSESSIONSRESPONSE']._serialized_end=615
+  _globals['_REGISTERREPLICAREQUEST']._serialized_start=617
+  _globals['_REGISTERREPLICAREQUEST']._serialized_end=658
+  _globals['_REGISTERREPLICARESPONSE']._serialized_start=660
+  _globals['_REGISTERREPLICARESPONSE']._serialized_end=685
+  _globals['_DRAINREPLICAREQUEST']._serialized_start=687
+  _globals['_DRAINREPLICAREQUEST']._serialized_end=725
+  _globals['_DRAINREPLICARESPONSE']._serialized_start=727
+  _globals['_DRAINREPLICARESPONSE']._serialized_end=772
+  _globals['_REMOVEREPLICAREQUEST']._serialized_start=774
+  _globals['_REMOVEREPLICAREQUEST']._serialized_end=813
+  _globals['_REMOVEREPLICARESPONSE']._serialized_start=815
+  _globals['_REMOVEREPLICARESPONSE']._serialized_end=838
+  _globals['_LISTREPLICASREQUEST']._serialized_start=840
+  _globals['_LISTREPLICASREQUEST']._serialized_end=861
+  _globals['_LISTREPLICASRESPONSE']._serialized_start=863
+  _globals['_LISTREPLICASRESPONSE']._serialized_end=932
+  _globals['_REPLICA']._serialized_start=934
+  _globals['_REPLICA']._serialized_end=1051
+  _globals['_ROUTINGSERVICE']._serialized_start=1054
+  _globals['_ROUTINGSERVICE']._serialized_end=1880
 # @@protoc_insertion_point(module_scope)

@@ -41,6 +41,28 @@ class FinishSessionResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class OpenSessionsRequest(_message.Message):
+    __slots__ = ("sessions",)
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    sessions: _containers.RepeatedCompositeFieldContainer[OpenSessionRequest]
+    def __init__(self, sessions: _Optional[_Iterable[_Union[OpenSessionRequest, _Mapping]]] = ...) -> None: ...
+
+class OpenSessionsResponse(_message.Message):
+    __slots__ = ("answers",)
+    ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    answers: _containers.RepeatedCompositeFieldContainer[OpenSessionResponse]
+    def __init__(self, answers: _Optional[_Iterable[_Union[OpenSessionResponse, _Mapping]]] = ...) -> None: ...
+
+class FinishSessionsRequest(_message.Message):
+    __slots__ = ("session_ids",)
+    SESSION_IDS_FIELD_NUMBER: _ClassVar[int]
+    session_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, session_ids: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class FinishSessionsResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class RegisterReplicaRequest(_message.Message):
     __slots__ = ("address",)
     ADDRESS_FIELD_NUMBER: _ClassVar[int]

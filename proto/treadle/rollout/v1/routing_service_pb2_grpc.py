@@ -45,6 +45,16 @@ class RoutingServiceStub(object):
                 request_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionRequest.SerializeToString,
                 response_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionResponse.FromString,
                 _registered_method=True)
+        self.OpenSessions = channel.unary_unary(
+                '/treadle.rollout.v1.RoutingService/OpenSessions',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsResponse.FromString,
+                _registered_method=True)
+        self.FinishSessions = channel.unary_unary(
+                '/treadle.rollout.v1.RoutingService/FinishSessions',
+                request_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsRequest.SerializeToString,
+                response_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsResponse.FromString,
+                _registered_method=True)
         self.RegisterReplica = channel.unary_unary(
                 '/treadle.rollout.v1.RoutingService/RegisterReplica',
                 request_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.RegisterReplicaRequest.SerializeToString,
@@ -93,6 +103,22 @@ class RoutingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenSessions(self, request, context):
+        """Opens sessions as OpenSession does, many at once and without a wait. One that would have to wait
+        for room, or that no replica accepts, gets no address: ask OpenSession for it, which waits, or
+        says why. UNIMPLEMENTED in routers that predate the method, as is the one below.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishSessions(self, request, context):
+        """Frees the rooms of many sessions; those that are not open are ignored.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RegisterReplica(self, request, context):
         """Adds a replica, or brings a draining one back. Idempotent per address.
         """
@@ -134,6 +160,16 @@ def add_RoutingServiceServicer_to_server(servicer, server):
                     servicer.FinishSession,
                     request_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionRequest.FromString,
                     response_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionResponse.SerializeToString,
+            ),
+            'OpenSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSessions,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsResponse.SerializeToString,
+            ),
+            'FinishSessions': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishSessions,
+                    request_deserializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsRequest.FromString,
+                    response_serializer=treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsResponse.SerializeToString,
             ),
             'RegisterReplica': grpc.unary_unary_rpc_method_handler(
                     servicer.RegisterReplica,
@@ -211,6 +247,60 @@ class RoutingService(object):
             '/treadle.rollout.v1.RoutingService/FinishSession',
             treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionRequest.SerializeToString,
             treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.rollout.v1.RoutingService/OpenSessions',
+            treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_routing__service__pb2.OpenSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishSessions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.rollout.v1.RoutingService/FinishSessions',
+            treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsRequest.SerializeToString,
+            treadle_dot_rollout_dot_v1_dot_routing__service__pb2.FinishSessionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

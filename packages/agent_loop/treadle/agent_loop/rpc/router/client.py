@@ -8,17 +8,20 @@ Invariants:
 2. While the router is unreachable, a session with an answer continues with it, without waiting. A
    new session waits for the router, until its deadline.
 3. Finished sessions are reported to the router in the background, in a few attempts at most. If
-   all of them fail, the router's lease frees the slot.
+   all of them fail, the router's lease frees the slot. They wait for others to be reported with,
+   at most a twentieth of the time for which answers are valid.
+4. Sessions that need not wait for room are opened together; one that does asks alone.
 
 The caller waits in `open` for the router's answer, bounded by `wait_s`; `finish` never waits. The
-only task here, which reports finished sessions, is owned by `connect`.
+two tasks here, which open sessions and report finished ones, are owned by `connect`.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol, cast
 
 import grpc.aio
@@ -33,6 +36,7 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.rpc.errors import Action, RpcFailure, classify
 from treadle.agent_loop.rpc.replica_client import Metadata, RpcDeadlines
 from treadle.agent_loop.rpc.retry import Backoff, RetryPolicy
+from treadle.agent_loop.rpc.router.open_together import OpenTogether
 from treadle.agent_loop.rpc.security import ChannelSecurity
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
@@ -41,6 +45,9 @@ from treadle.tracing import inject, span
 _log = logging.getLogger(__name__)
 _MAX_UNSENT = 10_000
 _CLOSE_S = 2.0
+_SHARE_OF_VALIDITY = 0.05
+_MAX_FINISHED = 256
+"""Sessions that one call finishes."""
 
 
 class _RoutingStub(Protocol):
@@ -53,6 +60,14 @@ class _RoutingStub(Protocol):
     def FinishSession(
         self, request: pb.FinishSessionRequest, *, timeout: float, metadata: Metadata
     ) -> Awaitable[pb.FinishSessionResponse]: ...
+
+    def OpenSessions(
+        self, request: pb.OpenSessionsRequest, *, timeout: float, metadata: Metadata
+    ) -> Awaitable[pb.OpenSessionsResponse]: ...
+
+    def FinishSessions(
+        self, request: pb.FinishSessionsRequest, *, timeout: float, metadata: Metadata
+    ) -> Awaitable[pb.FinishSessionsResponse]: ...
 
     def ListReplicas(
         self, request: pb.ListReplicasRequest, *, timeout: float, metadata: Metadata
@@ -88,6 +103,13 @@ class RemoteRouter:
         self._answers: dict[str, _Answer | None] = {}
         self._unsent: dict[str, None] = {}
         self._any_unsent = asyncio.Event()
+        self._finishes_many = True
+        self._valid_for_s = 0.0
+        self._together = OpenTogether(
+            lambda request: self._stub.OpenSessions(
+                request, timeout=deadlines.server_info_s, metadata=metadata
+            )
+        )
 
     @classmethod
     @asynccontextmanager
@@ -114,12 +136,16 @@ class RemoteRouter:
                 retry=retry,
                 clock=clock,
             )
-            sender = asyncio.create_task(router._send_as_they_come())
+            tasks = [
+                asyncio.create_task(router._send_as_they_come(), name="report finished sessions"),
+                asyncio.create_task(router._together.run(), name="open sessions"),
+            ]
             try:
                 yield router
             finally:
-                sender.cancel()
-                await asyncio.wait([sender])
+                for task in tasks:
+                    task.cancel()
+                await asyncio.wait(tasks)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_CLOSE_S):
                         await router._send_all()
@@ -227,19 +253,33 @@ class RemoteRouter:
         self._any_unsent.set()
 
     async def _ask(self, request: pb.OpenSessionRequest, left_s: float) -> str | RpcFailure:
-        timeout_s = min(left_s, self._deadlines.open_session_s)
         try:
-            response = await self._stub.OpenSession(
-                request, timeout=timeout_s, metadata=(*self._metadata, *inject())
-            )
+            response = await self._response(request, left_s)
         except grpc.aio.AioRpcError as failed:
             return classify(self._address, failed)
         self._backoff.recover()
+        self._valid_for_s = response.valid_for.ToNanoseconds() / 1e9
         self._answers[request.session_id] = _Answer(
-            address=response.address,
-            valid_until=self._clock.now() + response.valid_for.ToNanoseconds() / 1e9,
+            address=response.address, valid_until=self._clock.now() + self._valid_for_s
         )
         return response.address
+
+    async def _response(
+        self, request: pb.OpenSessionRequest, left_s: float
+    ) -> pb.OpenSessionResponse:
+        parent = inject()
+        # Alone: with little time, with a span of its own at the router, or with a long message.
+        if (
+            left_s >= self._deadlines.server_info_s
+            and not parent
+            and not request.avoid_addresses
+            and (response := await self._together.ask(request)) is not None
+        ):
+            return response
+        timeout_s = min(left_s, self._deadlines.open_session_s)
+        return await self._stub.OpenSession(
+            request, timeout=timeout_s, metadata=(*self._metadata, *parent)
+        )
 
     async def _wait_until(self, when: float, deadline: float, failure: RpcFailure | None) -> None:
         """Waits until `when`.
@@ -260,30 +300,51 @@ class RemoteRouter:
         while True:
             await self._any_unsent.wait()
             self._any_unsent.clear()
+            if (wait_s := _SHARE_OF_VALIDITY * self._valid_for_s) > 0:
+                await self._clock.sleep(wait_s)
             await self._send_all()
 
     async def _send_all(self) -> None:
         while self._unsent:
-            session_id = next(iter(self._unsent))
-            await self._send_one(session_id)
-            self._unsent.pop(session_id, None)
+            session_ids = list(islice(self._unsent, _MAX_FINISHED if self._finishes_many else 1))
+            if await self._send(session_ids):
+                for session_id in session_ids:
+                    self._unsent.pop(session_id, None)
 
-    async def _send_one(self, session_id: str) -> None:
+    async def _send(self, session_ids: Sequence[str]) -> bool:
+        """Reports sessions; returns False if they must be reported one by one."""
         for attempt in range(1, self._retry.max_failures + 1):
             try:
-                await self._stub.FinishSession(
-                    pb.FinishSessionRequest(session_id=session_id),
-                    timeout=self._deadlines.server_info_s,
-                    metadata=self._metadata,
-                )
-                return
+                await self._finish(session_ids)
+                return True
             except grpc.aio.AioRpcError as failed:
                 if failed.code() is grpc.StatusCode.NOT_FOUND:
-                    return  # the router no longer has the session, as intended
+                    return True  # the router no longer has the session, as intended
+                if failed.code() is grpc.StatusCode.UNIMPLEMENTED and self._finishes_many:
+                    self._finishes_many = False  # it predates the method
+                    return False
                 failure = classify(self._address, failed)
             await self._clock.sleep(self._retry.wait_s(attempt, retry_after_s=None))
         _log.warning(
-            "the router could not be told that session %s is finished; its lease will end it: %s",
-            session_id,
+            "the router could not be told that %d sessions are finished, such as %s; its lease "
+            "will end them: %s",
+            len(session_ids),
+            session_ids[0],
             failure.error,
         )
+        return True
+
+    async def _finish(self, session_ids: Sequence[str]) -> None:
+        timeout_s = self._deadlines.server_info_s
+        if len(session_ids) > 1:
+            await self._stub.FinishSessions(
+                pb.FinishSessionsRequest(session_ids=session_ids),
+                timeout=timeout_s,
+                metadata=self._metadata,
+            )
+        else:
+            await self._stub.FinishSession(
+                pb.FinishSessionRequest(session_id=session_ids[0]),
+                timeout=timeout_s,
+                metadata=self._metadata,
+            )

@@ -190,3 +190,85 @@ async def test_no_room_until_the_deadline_is_a_timeout() -> None:
                 await ask(router, "s0")
             with pytest.raises(TimeoutError):
                 await waiting
+
+
+class ManyRouter(Router):
+    """Opens and finishes many sessions at once, but for those named "full"."""
+
+    def __init__(self, *, valid_for_s: int = 0) -> None:
+        super().__init__(valid_for_s=valid_for_s)
+        self.gate = asyncio.Event()
+        self.asked = asyncio.Event()
+        self.together: list[list[str]] = []
+        self.finished_together: list[list[str]] = []
+
+    async def OpenSessions(self, request: pb.OpenSessionsRequest, context: Any) -> Any:
+        self.together.append([session.session_id for session in request.sessions])
+        self.asked.set()
+        await self.gate.wait()
+        await self._maybe_fail(context)
+        answers = [
+            pb.OpenSessionResponse(address="" if session.session_id == "full" else A)
+            for session in request.sessions
+        ]
+        for answer in answers:
+            answer.valid_for.FromSeconds(self.valid_for_s)
+        return pb.OpenSessionsResponse(answers=answers)
+
+    async def FinishSessions(self, request: pb.FinishSessionsRequest, context: Any) -> Any:
+        self.finished_together.append(list(request.session_ids))
+        self.finish_tried.release()
+        return pb.FinishSessionsResponse()
+
+
+async def test_sessions_that_ask_during_a_call_share_the_next() -> None:
+    service, clock = ManyRouter(), FakeClock()
+    async with asking(service, clock) as router:
+        asked = [asyncio.create_task(ask(router, "s0"))]
+        await service.asked.wait()
+        asked += [asyncio.create_task(ask(router, name)) for name in ("s1", "left", "full")]
+        await asyncio.sleep(0)
+        asked[2].cancel()
+        service.gate.set()
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert service.together == [["s0"], ["s1", "full"]]
+    assert [request.session_id for request in service.opened] == ["full"]
+    assert answers[:2] + answers[3:] == [A, A, A]
+
+
+async def test_a_call_that_fails_fails_for_each_of_its_sessions() -> None:
+    service, clock = ManyRouter(), FakeClock()
+    service.gate.set()
+    service.failures = [grpc.StatusCode.UNAVAILABLE]
+    async with asking(service, clock) as router:
+        asked = [asyncio.create_task(ask(router, name)) for name in ("s0", "s1")]
+        await clock.until_sleeping(1)
+        await clock.advance(1.0)
+        assert await asyncio.gather(*asked) == [A, A]
+    assert service.together == [["s0", "s1"]] * 2
+
+
+async def test_finished_sessions_wait_a_little_for_one_another() -> None:
+    service, clock = ManyRouter(valid_for_s=20), FakeClock()
+    service.gate.set()
+    async with asking(service, clock) as router:
+        for name in ("s0", "s1"):
+            await ask(router, name)
+        router.finish("s0")
+        await clock.until_sleeping(1)
+        router.finish("s1")
+        await clock.advance(1.0)  # a twentieth of 20 s
+        await service.finish_tried.acquire()
+    assert service.finished_together[0] == ["s0", "s1"]
+
+
+async def test_a_router_that_predates_common_calls_is_asked_for_each_session() -> None:
+    service, clock = Router(), FakeClock()
+    async with asking(service, clock) as router:
+        assert await asyncio.gather(*(ask(router, name) for name in ("s0", "s1"))) == [A, A]
+        router.finish("s0")
+        router.finish("s1")
+        for _ in range(2):
+            await service.finish_tried.acquire()
+    assert [request.session_id for request in service.opened] == ["s0", "s1"]
+    assert set(service.finished) == {"s0", "s1"}

@@ -17,7 +17,7 @@ answers.
 """
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sized
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,6 +47,8 @@ _NO_REPLICA_RETRY_S = 1.0
 _SHARE_OF_DEADLINE = 0.9
 MAX_ID_BYTES = 128
 """As the rollout servers accept."""
+MAX_SESSIONS = 1024
+"""Sessions of one call."""
 MAX_AVOIDED = 4096
 """Replicas that a session is to avoid."""
 _MAX_REQUEST_BYTES = 2 << 20
@@ -118,11 +120,7 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     async def _open_session(
         self, request: pb.OpenSessionRequest, context: Context
     ) -> pb.OpenSessionResponse:
-        session_id = _session_id(request.session_id)
-        if len(request.avoid_addresses) > MAX_AVOIDED:
-            received = f"{len(request.avoid_addresses)} values"
-            raise invalid("avoid_addresses", received, f"at most {MAX_AVOIDED}")
-        before = self._queue.router.pinned(session_id) or request.current_address
+        session_id, before = self._checked(request)
         left_s = _SHARE_OF_DEADLINE * (context.time_remaining() or 0.0)
         try:
             address = await self._queue.open(
@@ -148,11 +146,55 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
                 f"{len(router.draining)} drain, {len(request.avoid_addresses)} are to be avoided",
                 retry_after_s=_NO_REPLICA_RETRY_S,
             )
+        return self._answer(address, before)
+
+    async def OpenSessions(
+        self, request: pb.OpenSessionsRequest, context: Context
+    ) -> pb.OpenSessionsResponse:
+        """Returns the replicas of sessions that need not wait for room."""
+        _check_count("sessions", request.sessions)
+        return pb.OpenSessionsResponse(answers=map(self._open_now, request.sessions))
+
+    def _open_now(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse:
+        try:
+            session_id, before = self._checked(request)
+        except RouterFault:  # OpenSession says it, to this session only
+            return pb.OpenSessionResponse()
+        address = self._queue.open_now(
+            session_id,
+            context_tokens=request.context_tokens,
+            at=request.current_address or None,
+            avoid=request.avoid_addresses,
+        )
+        return pb.OpenSessionResponse() if address is None else self._answer(address, before)
+
+    def _checked(self, request: pb.OpenSessionRequest) -> tuple[str, str]:
+        """Returns the session's id, and its replica so far; "" if it has none.
+
+        Raises:
+            RouterFault: The request is not valid.
+        """
+        session_id = _session_id(request.session_id)
+        if len(request.avoid_addresses) > MAX_AVOIDED:
+            received = f"{len(request.avoid_addresses)} values"
+            raise invalid("avoid_addresses", received, f"at most {MAX_AVOIDED}")
+        return session_id, self._queue.router.pinned(session_id) or request.current_address
+
+    def _answer(self, address: str, before: str) -> pb.OpenSessionResponse:
         return pb.OpenSessionResponse(
             address=address,
             moved=bool(before) and before != address,
             valid_for=duration(self._config.valid_for_s),
         )
+
+    async def FinishSessions(
+        self, request: pb.FinishSessionsRequest, context: Context
+    ) -> pb.FinishSessionsResponse:
+        """Frees the slots of sessions."""
+        _check_count("session_ids", request.session_ids)
+        for session_id in request.session_ids:
+            self._queue.close(session_id)
+        return pb.FinishSessionsResponse()
 
     async def FinishSession(
         self, request: pb.FinishSessionRequest, context: Context
@@ -286,6 +328,11 @@ def _bind(server: grpc.aio.Server, config: RouterConfig) -> int:
             f"cannot listen on {config.address}: {error}; choose another address, or port 0 for "
             "a free port"
         ) from error
+
+
+def _check_count(name: str, values: Sized) -> None:
+    if len(values) > MAX_SESSIONS:
+        raise invalid(name, f"{len(values)} values", f"at most {MAX_SESSIONS}")
 
 
 def _address(address: str) -> str:

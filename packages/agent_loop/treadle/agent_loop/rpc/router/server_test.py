@@ -68,6 +68,26 @@ async def test_sessions_are_opened_kept_and_finished() -> None:
         ]
 
 
+async def test_sessions_are_opened_and_finished_together() -> None:
+    policy = StickySession(cache_tokens=10)
+    async with routing(RouterConfig(replicas=(A, B), policy=policy, valid_for_s=2.5)) as stub:
+        asked = [
+            pb.OpenSessionRequest(session_id=name, context_tokens=tokens)
+            for name, tokens in (("s0", 9), ("s1", 9), ("full", 9), ("", 1))
+        ]
+        answers = (await stub.OpenSessions(sessions=asked)).answers
+        assert [answer.address for answer in answers] == [A, B, "", ""]
+        assert answers[0].valid_for.ToMilliseconds() == 2500
+        assert policy.waiting == ()  # nobody waits for "full"
+        await stub.FinishSessions(session_ids=["s0", "never opened"])
+        answer = await stub.OpenSession(session_id="full", context_tokens=9)
+        assert answer.address == A
+        many = [pb.OpenSessionRequest(session_id=f"m{number}") for number in range(1025)]
+        assert "sessions is '1025 values'; expected at most 1024" in await failure_of(
+            stub.OpenSessions(sessions=many)
+        )
+
+
 async def test_replicas_come_drain_and_go() -> None:
     async with routing(RouterConfig()) as stub:
         assert "UNAVAILABLE NO_REPLICA: none of 0 replicas" in await failure_of(

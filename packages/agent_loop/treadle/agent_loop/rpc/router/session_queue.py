@@ -117,16 +117,27 @@ class SessionQueue:
             wait_s: As there.
             at: The replica that a session new to this queue used until now; None if none.
         """
-        self._expire()
-        place = self._pick(session_id, context_tokens=context_tokens, at=at, avoid=frozenset(avoid))
+        place = self._place(session_id, context_tokens=context_tokens, at=at, avoid=avoid)
         if place is NoReplica.UNAVAILABLE:
             return None
-        self._renew(session_id)
         if isinstance(place, str):
-            self._last_place_at = self._clock.now()
-            self._serve_waiters()  # a move, or a session that lost its slot, made room
             return place
         return await self._wait(session_id, _Waiter(context_tokens, frozenset(avoid)), wait_s)
+
+    def open_now(
+        self,
+        session_id: str,
+        *,
+        context_tokens: int,
+        avoid: Collection[str] = (),
+        at: str | None = None,
+    ) -> str | None:
+        """Returns what `open` would, or None where it would wait; the session keeps its turn."""
+        place = self._place(session_id, context_tokens=context_tokens, at=at, avoid=avoid)
+        if place is NoReplica.FULL and session_id not in self._waiters:
+            self.router.stop_waiting(session_id)
+            self._serve_waiters()
+        return place if isinstance(place, str) else None
 
     def finish(self, session_id: str) -> None:
         """See `Placement.finish`."""
@@ -157,6 +168,19 @@ class SessionQueue:
         self.router.remove(address)
         self.occupancy.sessions_changed(address, sessions=0)
         self._serve_waiters()
+
+    def _place(
+        self, session_id: str, *, context_tokens: int, avoid: Collection[str], at: str | None
+    ) -> str | NoReplica:
+        """Opens the session, or notes that it is in use, and places it if there is room."""
+        self._expire()
+        place = self._pick(session_id, context_tokens=context_tokens, at=at, avoid=frozenset(avoid))
+        if place is not NoReplica.UNAVAILABLE:
+            self._renew(session_id)
+        if isinstance(place, str):
+            self._last_place_at = self._clock.now()
+            self._serve_waiters()  # a move, or a session that lost its slot, made room
+        return place
 
     def _pick(
         self,
