@@ -188,7 +188,7 @@ def main() -> None:
             from engine_throughput import write_model
 
             model = Path(directory)
-            write_model(model)
+            write_model(model, "tiny")
         measured = measure(args, command, model)
     print(f"{args.engine}: {args.concurrency} at once, {args.tokens} tokens each")
     for title, rates in measured.items():
