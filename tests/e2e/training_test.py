@@ -81,8 +81,8 @@ def test_a_run_trains_validates_and_writes_its_files(plain: Trainer) -> None:
         ("sync.transport=collective", "policy.parallel.pipeline=2", "rollout.num_replicas=2"),
     ],
     ids=[
-        "file, staged, server asleep and policy offloaded at once",
-        "shared memory, in place, two senders, server asleep in stages",
+        "file, staged, server sleeping and policy offloaded at once",
+        "shared memory, in place, two senders, server sleeping in stages",
         "collective, two senders",
     ],
 )

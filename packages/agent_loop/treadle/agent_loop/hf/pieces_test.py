@@ -37,7 +37,9 @@ def make_tokenizer() -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    backend.train_from_iterator(["user\n\n", "caf\u00e9  end  ", "end>|<", "\n \n"] * 4, trainer)
+    backend.train_from_iterator(
+        ["user\n\n", "d\u00e9j\u00e0  end  ", "end>|<", "\n \n"] * 4, trainer
+    )
     backend.add_special_tokens(TOKENS)
     return backend
 
@@ -46,7 +48,7 @@ BACKEND = make_tokenizer()
 texts = st.lists(
     st.text(max_size=6)
     | st.sampled_from(TOKENS)
-    | st.sampled_from(["user\n\n", "cafe\u0301", "caf\u00e9", "end", "<|", ">", " ", "\n"])
+    | st.sampled_from(["user\n\n", "de\u0301ja", "d\u00e9j\u00e0", "end", "<|", ">", " ", "\n"])
 ).map("".join)
 
 
@@ -81,11 +83,11 @@ def test_what_was_written_is_not_tokenised_again(
 def test_known_pieces_are_whole() -> None:
     made = PieceEncoder.of(BACKEND)
     assert made is not None
-    ids = encode("user<think>user<|end|>caf\u00e9 end<think>end")
+    ids = encode("user<think>user<|end|>d\u00e9j\u00e0 end<think>end")
     end = len(ids)
-    assert set(made.pieces(ids, [(0, end)])) == {"user", "caf\u00e9 end"}
+    assert set(made.pieces(ids, [(0, end)])) == {"user", "d\u00e9j\u00e0 end"}
     marks = [place for place, i in enumerate(ids) if BACKEND.id_to_token(i) in TOKENS]
-    assert set(made.pieces(ids, [(marks[0] + 1, end)])) == {"caf\u00e9 end"}
+    assert set(made.pieces(ids, [(marks[0] + 1, end)])) == {"d\u00e9j\u00e0 end"}
     assert made.pieces(ids, [(marks[0] + 1, marks[2]), (marks[2], end)]) == {}
 
 
