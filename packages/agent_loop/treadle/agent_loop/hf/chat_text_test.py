@@ -107,3 +107,22 @@ def test_a_tokenizer_with_a_method_of_its_own_keeps_it() -> None:
 def test_no_messages_are_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
         ChatText(make_tokenizer(), {}).render([], None, open_turn=True, plain_tools=True)
+
+
+def test_attributes_of_dictionaries_are_those_of_the_sandbox() -> None:
+    message = {"items": 1, "role": "user", "a": {"b": None}, "__class__": 2, "update": 3}
+    names = [*message, "a.b", "missing", "missing.more", "a.c", "__len__", "keys()", "copy()"]
+    for name in names:
+        template = f"{{{{ messages[0].{name} }}}}{{{{ messages[0].{name} is defined }}}}"
+        tokenizer = make_tokenizer(template)
+        made = ChatText(tokenizer, {})
+        texts: list[object] = []
+        for render in (
+            lambda made=made: made.render([message], None, open_turn=True, plain_tools=True),
+            lambda tokenizer=tokenizer: tokenizer.apply_chat_template([message], tokenize=False),
+        ):
+            try:
+                texts.append(render().partition(" at 0x")[0])
+            except Exception as error:
+                texts.append((type(error), str(error)))
+        assert texts[0] == texts[1], name
