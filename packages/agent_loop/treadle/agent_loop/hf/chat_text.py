@@ -15,11 +15,13 @@ import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from jinja2.runtime import LoopContext
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import chat_template_utils
 
 _SCALARS: Final = frozenset({str, int, float, bool, type(None)})
 _ATTRIBUTES: Final = frozenset(dir(dict))
+_NUMBERS: Final = frozenset({"first", "last", "index", "index0", "length", "revindex", "revindex0"})
 _OTHER_NAMES: Final = frozenset({"messages", "conversations"})  # no arguments of a template
 # Writes all that a template is given, to compare both ways.
 _ALL = (
@@ -125,8 +127,9 @@ class ChatText:
 def _compile(text: str) -> Any:
     """Compiles a template for the sandbox of transformers, in which attributes are found faster.
 
-    `message.role` is looked up as an attribute first, whose absence is an exception. A dictionary
-    has no attributes but those of all dictionaries.
+    `message.role` is looked up as an attribute first, whose absence is an exception; a dictionary
+    has no attributes but those of all dictionaries. `loop.last` is checked in five ways; it is a
+    number.
     """
     environment = chat_template_utils._compile_jinja_template(text).environment.overlay()
     look_up = environment.getattr
@@ -134,6 +137,8 @@ def _compile(text: str) -> Any:
     def getattr_of(value: Any, name: str) -> Any:
         if type(value) is dict and name not in _ATTRIBUTES and name in value:
             return value[name]
+        if type(value) is LoopContext and name in _NUMBERS:
+            return getattr(value, name)
         return look_up(value, name)
 
     environment.getattr = getattr_of

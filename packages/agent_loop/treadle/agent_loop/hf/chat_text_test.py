@@ -1,6 +1,7 @@
 """Tests that a chat is rendered as transformers renders it, the short way and the public one."""
 
 import enum
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
@@ -109,20 +110,27 @@ def test_no_messages_are_refused() -> None:
         ChatText(make_tokenizer(), {}).render([], None, open_turn=True, plain_tools=True)
 
 
-def test_attributes_of_dictionaries_are_those_of_the_sandbox() -> None:
-    message = {"items": 1, "role": "user", "a": {"b": None}, "__class__": 2, "update": 3}
-    names = [*message, "a.b", "missing", "missing.more", "a.c", "__len__", "keys()", "copy()"]
-    for name in names:
-        template = f"{{{{ messages[0].{name} }}}}{{{{ messages[0].{name} is defined }}}}"
-        tokenizer = make_tokenizer(template)
-        made = ChatText(tokenizer, {})
-        texts: list[object] = []
-        for render in (
-            lambda made=made: made.render([message], None, open_turn=True, plain_tools=True),
-            lambda tokenizer=tokenizer: tokenizer.apply_chat_template([message], tokenize=False),
-        ):
-            try:
-                texts.append(render().partition(" at 0x")[0])
-            except Exception as error:
-                texts.append((type(error), str(error)))
-        assert texts[0] == texts[1], name
+MESSAGE = {"items": 1, "role": "user", "a": {"b": None}, "__class__": 2, "update": 3}
+NAMES = [*MESSAGE, "a.b", "missing", "missing.more", "a.c", "__len__", "keys()", "copy()"]
+LOOP = ["first", "last", "index", "index0", "length", "revindex", "revindex0", "previtem"]
+LOOP += ["nextitem", "depth", "cycle(1)", "changed(m)", "_iterator", "missing", "__class__"]
+
+
+@pytest.mark.parametrize(
+    "expression", [*(f"m.{name}" for name in NAMES), *(f"loop.{name}" for name in LOOP)]
+)
+def test_attributes_are_those_of_the_sandbox(expression: str) -> None:
+    tokenizer = make_tokenizer(
+        f"{{% for m in messages %}}{{{{ {expression} is defined }}}}{{{{ {expression} }}}}\n"
+        "{% endfor %}"
+    )
+    made, messages, texts = ChatText(tokenizer, {}), [MESSAGE, MESSAGE], list[object]()
+    for render in (
+        lambda: made.render(messages, None, open_turn=True, plain_tools=True),
+        lambda: tokenizer.apply_chat_template(messages, tokenize=False),
+    ):
+        try:
+            texts.append(re.sub(" at 0x[0-9a-f]+", "", render()))
+        except Exception as error:
+            texts.append((type(error), str(error)))
+    assert texts[0] == texts[1]
