@@ -1,12 +1,17 @@
 """What a loop worker does alone; tests/e2e has real workers."""
 
+import asyncio
 import logging
 from dataclasses import dataclass, field
 from typing import cast
 
+import pytest
+
+from treadle.agent_loop import AgentTask, Message, SamplingParams
+from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers.link import Link
-from treadle.trainer.rollout.workers.messages import Warned
-from treadle.trainer.rollout.workers.worker import _MAX_UNSENT, _ToDriver
+from treadle.trainer.rollout.workers.messages import Begin, GivenTask, Warned
+from treadle.trainer.rollout.workers.worker import _MAX_UNSENT, _SLICE, _Tasks, _ToDriver
 
 
 @dataclass
@@ -38,3 +43,40 @@ def test_a_driver_that_does_not_read_is_sent_no_more_lines_than_it_may_have_to_r
         "now (and 7 lines before it, which only the worker's log has)",
         "later",
     ]
+
+
+@pytest.mark.asyncio
+async def test_tasks_that_are_given_at_once_begin_in_slices() -> None:
+    """Else the event loop would stand still while thousands begin."""
+    count = 3 * _SLICE
+    settings = RunnerSettings(sampling=SamplingParams(max_tokens=1), min_weight_version=0)
+    begin = Begin(
+        run=1, settings=settings, max_in_flight=count, recording=False, parent=None, attributes={}
+    )
+    rows = (
+        AgentTask(
+            task_id=f"row {number}",
+            sample_index=number,
+            rollout_index=0,
+            loop="any",
+            messages=(Message(role="user", content="?"),),
+        )
+        for number in range(count)
+    )
+    tasks = _Tasks(begin)
+    tasks.give([GivenTask(number, task, {}) for number, task in enumerate(rows)])
+    num_begun = 0
+
+    async def take() -> None:
+        nonlocal num_begun
+        for _ in range(count):
+            await anext(tasks)
+            num_begun += 1
+
+    taking = asyncio.create_task(take())
+    seen = []
+    while not taking.done():
+        seen.append(num_begun)
+        await asyncio.sleep(0)
+    steps = {after - before for before, after in zip(seen, [*seen[1:], count], strict=True)}
+    assert steps <= {0, _SLICE}
