@@ -1,9 +1,10 @@
-"""Load generator: Generate calls with prebuilt bytes, whose answers are counted but not decoded.
+"""Load generator: completions with prebuilt requests, whose answers are counted.
 
-A call costs as little as Python's gRPC allows, so that one core of load saturates one core of the
-server. `generate_overhead` starts this as a separate process and reads its line of JSON.
+A call of Generate costs as little as Python's gRPC allows, so that one core of load saturates one
+core of the server; its answer is not decoded. With `--many` completions share calls, as those of
+our client do. `generate_overhead` starts this as a separate process and reads its line of JSON.
 
-    python benchmarks/generate_load.py ADDRESS [--concurrency 64] [--seconds 3]
+    python benchmarks/generate_load.py ADDRESS [--concurrency 64] [--seconds 3] [--many]
 """
 
 import argparse
@@ -21,6 +22,7 @@ import uvloop
 from treadle.rollout.v1 import generation_service_pb2 as pb
 
 METHOD = "/treadle.rollout.v1.GenerationService/Generate"
+_MANY = "/treadle.rollout.v1.GenerationService/GenerateMany"
 PROMPT_TOKENS, COMPLETION_TOKENS = 200, 32
 CONCURRENCY = 64
 _WARM_UP_S = 0.5
@@ -36,6 +38,62 @@ def request_bytes(*, batched: bool) -> bytes:
         logprob_mode=pb.LOGPROB_MODE_SAMPLED,
         batched=batched,
     ).SerializeToString()
+
+
+class Many:
+    """Completions over one call; what is begun together goes together.
+
+    Args:
+        channel: To the server.
+        request: Of each completion.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, request: bytes) -> None:
+        self._call: Any = channel.stream_stream(
+            _MANY, pb.GenerateManyRequest.SerializeToString, pb.GenerateManyResponse.FromString
+        )(timeout=600)
+        self._begun = pb.NumberedRequest(request=pb.GenerateRequest.FromString(request))
+        self._begun.timeout.FromSeconds(60)
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._next: list[int] = []
+        self._any = asyncio.Event()
+        self._number = 0
+        self.messages = 0
+        self._tasks = {asyncio.create_task(each) for each in (self._write(), self._read())}
+
+    async def complete(self) -> None:
+        """Makes one completion."""
+        self._number += 1
+        self._waiting[self._number] = ended = asyncio.get_running_loop().create_future()
+        self._next.append(self._number)
+        self._any.set()
+        await ended
+
+    async def aclose(self) -> None:
+        """Ends the call."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._call.cancel()
+
+    async def _write(self) -> None:
+        while True:
+            await self._any.wait()
+            self._any.clear()
+            message = pb.GenerateManyRequest()
+            for number in self._next:
+                self._begun.number = number
+                message.begin.append(self._begun)
+            self._next = []
+            await self._call.write(message)
+
+    async def _read(self) -> None:
+        async for message in self._call:
+            self.messages += 1
+            for part in message.parts:
+                if part.HasField("status"):
+                    assert not part.status.code, part.status
+                    self._waiting.pop(part.number).set_result(None)
 
 
 async def keep_in_flight(
@@ -72,22 +130,29 @@ async def load(args: argparse.Namespace) -> dict[str, float]:
     request = request_bytes(batched=args.batched)
     messages = 0
     async with AsyncExitStack() as stack:
-        methods: list[Any] = [
-            (await stack.enter_async_context(_channel(args.address))).unary_stream(METHOD)
-            for _ in range(args.channels)
+        channels = [
+            await stack.enter_async_context(_channel(args.address)) for _ in range(args.channels)
         ]
+        methods: list[Any] = [channel.unary_stream(METHOD) for channel in channels]
+        shared = [Many(channel, request) for channel in channels if args.many]
+        for each in shared:
+            stack.push_async_callback(each.aclose)
 
         async def call(index: int) -> None:
             nonlocal messages
+            if shared:
+                await shared[index % len(shared)].complete()
+                return
             async for _ in methods[index % len(methods)](request, timeout=60):
                 messages += 1
 
         shape = {"concurrency": args.concurrency, "work_s": args.work_s}
         await keep_in_flight(call, seconds=_WARM_UP_S, **shape)
-        messages = 0
+        messages = -sum(each.messages for each in shared)
         server_s = cpu_s(args.pid)
         times_s, wall_s = await keep_in_flight(call, seconds=args.seconds, **shape)
         server_s = cpu_s(args.pid) - server_s
+        messages += sum(each.messages for each in shared)
     return percentiles(times_s) | {
         "calls_per_s": len(times_s) / wall_s,
         "calls_per_server_cpu_s": len(times_s) / server_s,
@@ -114,6 +179,7 @@ def main() -> None:
     parser.add_argument("address")
     parser.add_argument("--pid", type=int, required=True, help="of the server")
     parser.add_argument("--batched", action="store_true", help="take events in one message")
+    parser.add_argument("--many", action="store_true", help="many completions over one call")
     parser.add_argument("--concurrency", type=int, default=CONCURRENCY)
     parser.add_argument("--channels", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=3.0)

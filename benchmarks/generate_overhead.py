@@ -52,6 +52,7 @@ class Side:
     address: str
     pid: int
     batched: bool = False
+    many: bool = False
 
 
 async def serve_bare(messages: int) -> None:
@@ -108,6 +109,14 @@ def null_server(work_ms: float) -> Iterator[list[Side]]:
                 batched=batched,
             )
             for batched in (False, True)
+        ] + [
+            Side(
+                name="server, many completions over one call",
+                address=process.address,
+                pid=process.popen.pid,
+                batched=True,
+                many=True,
+            )
         ]
 
 
@@ -125,6 +134,7 @@ def measure(
     command += ["--pid", str(side.pid), "--seconds", str(seconds)]
     command += ["--work_s", str(work_s)]
     command += ["--batched"] if side.batched else []
+    command += ["--many"] if side.many else []
 
     def settle() -> None:
         if load_cores:
