@@ -69,7 +69,7 @@ class CollectiveContract(ContractBase):
             version = engine.weight_version + 1
             await engine.pause(InFlightPolicy.DRAIN)
             # A server that does not look for the sender's failure waits this long.
-            async with self._sender(engine, timeout_s=20.0) as sender:
+            async with self._sender(engine, timeout_s=10.0) as sender:
                 with pytest.raises(_BROKEN) as caught:
                     await self._receive(engine, sender, 0, version, leaves=True)
             self._check_refusal(caught.value)
