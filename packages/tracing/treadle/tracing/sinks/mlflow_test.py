@@ -69,14 +69,14 @@ def test_traces_are_found_by_their_tags_and_are_what_was_recorded(uri: str) -> N
     assert update.data.spans[0].attributes["nested"] == {"a": [1, None]}  # type: ignore[attr-defined]
 
 
-_EIGHT = """
+_FOUR = """
 import os, sys
 import mlflow.tracing.client, mlflow.entities
 from treadle.tracing.sinks.mlflow import MlflowWriter
 from treadle.tracing.sinks.testing import make_trace
 
 children = []
-for number in range(8):
+for number in range(4):
     if not (child := os.fork()):
         writer = MlflowWriter("project")
         for index in range(25):
@@ -88,12 +88,12 @@ sys.exit(max(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in chi
 """
 
 
-def test_eight_processes_write_at_once_and_lose_nothing(uri: str) -> None:
+def test_four_processes_write_at_once_and_lose_nothing(uri: str) -> None:
     from mlflow import MlflowClient
 
     # They make the database too, all at once.
     done = subprocess.run(
-        [sys.executable, "-c", _EIGHT], env=child_environment(), capture_output=True, text=True
+        [sys.executable, "-c", _FOUR], env=child_environment(), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     assert "locked" not in done.stderr
@@ -102,7 +102,7 @@ def test_eight_processes_write_at_once_and_lose_nothing(uri: str) -> None:
     assert experiment is not None
     found = client.search_traces(locations=[experiment.experiment_id], max_results=500)
     pairs = {(int(t.info.tags["step"]), int(t.info.tags["sample_index"])) for t in found}
-    assert pairs == {(step, index) for step in range(8) for index in range(25)}
+    assert pairs == {(step, index) for step in range(4) for index in range(25)}
     assert all(len(trace.data.spans) == 4 for trace in found)
 
 
