@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig, WeightsConfig
+from treadle.rollout_server.config.schema import (
+    ModelConfig,
+    ServerConfig,
+    TracingConfig,
+    WeightsConfig,
+)
 from treadle.rollout_server.doctor.command import examine, main
 from treadle.rollout_server.doctor.facts import Facts, Gpu, ModelFacts
 from treadle.rollout_server.doctor.finding import Finding, Level
@@ -253,3 +258,15 @@ def test_options_that_are_not_valid_are_told_as_the_server_would(
     assert "did you mean --engine" in capsys.readouterr().err
     assert main(["--help"]) == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_spans_that_nothing_could_send() -> None:
+    traced = HEALTHY.config.model_copy(update={"tracing": TracingConfig(otlp="http://traces:4318")})
+    library = "opentelemetry-exporter-otlp-proto-http"
+    facts = replace(HEALTHY, config=traced)
+    (finding,) = (each for each in examine(facts) if each.check == library)
+    assert (finding.level, finding.fix) == (Level.FAIL, 'pip install "treadle-tracing[otlp]"')
+    facts = replace(facts, versions={**VLLM_CPU, library: "1.45.2"})
+    (finding,) = (each for each in examine(facts) if each.check == library)
+    assert finding.level is Level.OK
+    assert not any(each.check == library for each in examine(HEALTHY))

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from treadle.rollout_server.doctor.facts import Facts
 from treadle.rollout_server.doctor.finding import Finding, fail, ok, warn
 
+_OTLP = "opentelemetry-exporter-otlp-proto-http"
 _OLDEST_PYTHON = (3, 11)
 _EXTRA: Mapping[str, str] = MappingProxyType(
     {
@@ -35,6 +36,17 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
     yield from _kernels(facts)
     yield from _build(facts)
     yield from _triton(facts)
+    yield from _tracing(facts)
+
+
+def _tracing(facts: Facts) -> Iterator[Finding]:
+    if (endpoint := facts.config.tracing.otlp) is None:
+        return
+    if (found := facts.versions.get(_OTLP)) is None:
+        cause = f"tracing.otlp={endpoint} needs it"
+        yield fail(_OTLP, "not installed", cause, 'pip install "treadle-tracing[otlp]"')
+    else:
+        yield ok(_OTLP, found)
 
 
 def _python(facts: Facts) -> Finding:

@@ -33,6 +33,7 @@ DISTRIBUTIONS = (
     "sglang",
     "sglang-kernel",
     "flashinfer-python",
+    "opentelemetry-exporter-otlp-proto-http",
 )
 _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

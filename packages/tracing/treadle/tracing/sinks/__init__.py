@@ -6,4 +6,5 @@ weave.py       Weights & Biases Weave
 child_sink.py  `ChildSink`: one of these, in a separate process
 child.py       that process
 otel_span.py   a span in OpenTelemetry's form
+otlp_address.py  the address that `OtlpSink` sends to; needs no library
 """

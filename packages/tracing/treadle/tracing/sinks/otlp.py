@@ -10,10 +10,8 @@ queue before it is `QueuedSink`, which counts what is lost.
 """
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from typing import Final
-from urllib.parse import urlsplit
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -24,10 +22,10 @@ from treadle.tracing import FinishedSpan, QueuedSink
 from treadle.tracing.finished import INPUTS, OUTPUT
 from treadle.tracing.jsonl import thaw
 from treadle.tracing.sinks.otel_span import kind_of, readable_span, valid_text
+from treadle.tracing.sinks.otlp_address import traces_url
 
-__all__ = ["OtlpSink", "OtlpWriter", "resolved_url", "traces_url"]
+__all__ = ["OtlpSink", "OtlpWriter"]
 
-_PATH: Final = "/v1/traces"
 _BATCH: Final = 64
 """Spans per request: a turn's text may be 100 kB, and collectors take some 20 MB."""
 
@@ -61,34 +59,6 @@ class OtlpSink(QueuedSink):
             linger_s=1.0,
             close_timeout_s=close_timeout_s,
         )
-
-
-def traces_url(endpoint: str) -> str:
-    """Returns the address of an endpoint's traces.
-
-    Raises:
-        ValueError: It is not an HTTP address.
-    """
-    parts = urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(
-            f"{endpoint!r} is not the address of an OTLP endpoint: give one as "
-            "http://localhost:4318 or https://HOST/PATH"
-        )
-    path = parts.path.rstrip("/")
-    return parts._replace(path=path if path.endswith(_PATH) else path + _PATH).geturl()
-
-
-def resolved_url(endpoint: str | None) -> str:
-    """Returns the address that spans are sent to, from the variables where `endpoint` is None.
-
-    Raises:
-        ValueError: It is not an HTTP address.
-    """
-    if endpoint is None and (exact := os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")):
-        return exact
-    default = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT") or "http://localhost:4318"
-    return traces_url(default if endpoint is None else endpoint)
 
 
 class OtlpWriter:

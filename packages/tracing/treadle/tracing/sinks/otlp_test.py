@@ -6,7 +6,8 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from treadle.tracing import SinkReport, SpanError
-from treadle.tracing.sinks.otlp import OtlpSink, traces_url
+from treadle.tracing.sinks.otlp import OtlpSink
+from treadle.tracing.sinks.otlp_address import traces_url
 from treadle.tracing.sinks.testing import (
     Answer,
     Request,

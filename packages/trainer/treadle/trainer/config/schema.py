@@ -652,6 +652,10 @@ class TracingConfig(Section):
     otlp_endpoint: str | None = None
     """Address for otlp, with or without /v1/traces. Null: as OTEL_EXPORTER_OTLP_ENDPOINT says, else
     http://localhost:4318. OTEL_EXPORTER_OTLP_HEADERS holds the keys of a service."""
+    otlp_servers: bool = True
+    """Rollout servers of the run send their own spans there too, below those of the driver. Their
+    environment then needs treadle-tracing[otlp]. They do not know what sample_rate,
+    max_samples_per_step_per_worker or max_bytes leave out, so with one of these they send none."""
 
     @field_validator("backends")
     @classmethod

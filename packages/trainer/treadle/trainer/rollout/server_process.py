@@ -8,6 +8,7 @@ every setting.
 
 import importlib.util
 import json
+import os
 import shlex
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from treadle.tracing.sinks.otlp_address import resolved_url
 from treadle.trainer.config.schema import (
     CollectiveTransportConfig,
     Config,
@@ -63,6 +65,27 @@ def server_traces(config: Config, run_dir: Path) -> Path | None:
     return (run_dir / "traces").absolute() if "jsonl" in config.tracing.backends else None
 
 
+def server_otlp(config: Config) -> str | None:
+    """Returns the OpenTelemetry endpoint that the run's servers send their spans to, if any.
+
+    Raises:
+        ConfigError: It is not an address.
+    """
+    tracing = config.tracing
+    limits = (tracing.max_samples_per_step_per_worker, tracing.max_bytes)
+    limited = tracing.sample_rate < 1 or any(limit is not None for limit in limits)
+    if "otlp" not in tracing.backends or not tracing.otlp_servers or limited:
+        return None
+    try:
+        return resolved_url(tracing.otlp_endpoint)
+    except ValueError as error:
+        raise ConfigError(f"tracing.otlp_endpoint: {error}") from None
+
+
+def _otel_variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("OTEL_")}
+
+
 def server_spec(
     config: Config,
     name: str,
@@ -88,7 +111,11 @@ def server_spec(
         module="treadle.rollout_server",
         command=config.rollout.server_command,
         args=tuple(part for key, value in arguments.items() for part in (f"--{key}", value)),
-        env=thread_variables(_threads(config.rollout)),
+        env={
+            **thread_variables(_threads(config.rollout)),
+            # On another node the driver's variables are not there.
+            **({} if server_otlp(config) is None else _otel_variables()),
+        },
         devices=devices,
         gpus=getattr(config.launch, "gpus_per_replica", 0.0),
         placement="spread",
@@ -192,6 +219,8 @@ def _arguments(config: Config, weights_directory: Path | None) -> Iterator[tuple
     for option in ("tls_certificate", "tls_key", "token_file"):
         if (path := getattr(rollout, option)) is not None:
             yield f"security.{option}", str(path)
+    if (endpoint := server_otlp(config)) is not None:
+        yield "tracing.otlp", endpoint
     if getattr(config.launch, "allow_plaintext_on_network", False):
         yield "insecure_allow_plaintext_beyond_loopback", "true"
 

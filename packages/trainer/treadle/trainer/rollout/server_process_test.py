@@ -71,6 +71,27 @@ def test_a_server_writes_its_spans_beside_those_of_the_run() -> None:
     assert server_traces(_config(), Path("/run")) is None
 
 
+def test_a_server_sends_its_spans_where_the_run_sends_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "Authorization=key")
+
+    def sent(**settings: Any) -> tuple[str | None, str | None]:
+        tracing = TracingConfig(
+            backends=("otlp",), otlp_endpoint="https://traces.example/otel", **settings
+        )
+        config = _config().model_copy(update={"tracing": tracing})
+        spec = server_spec(config, "rollout-0", weights_directory=None)
+        return _told(config).get("--tracing.otlp"), spec.env.get("OTEL_EXPORTER_OTLP_HEADERS")
+
+    assert sent() == ("https://traces.example/otel/v1/traces", "Authorization=key")
+    # They do not know what is left out.
+    for limit in ({"sample_rate": 0.5}, {"max_bytes": 1}, {"max_samples_per_step_per_worker": 1}):
+        assert sent(**limit) == (None, None)
+    assert sent(otlp_servers=False) == (None, None)
+    assert "--tracing.otlp" not in _told(_config())
+
+
 def test_the_command_takes_the_place_of_the_interpreter() -> None:
     command = ("/opt/vllm/bin/treadle-rollout-server",)
     spec = server_spec(_config(server_command=command), "r", weights_directory=Path("/w"))

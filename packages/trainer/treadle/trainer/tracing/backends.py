@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from treadle.agent_loop import SetupError
 from treadle.tracing.sinks import mlflow, weave
+from treadle.tracing.sinks.otlp_address import resolved_url
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.problems import Problems
@@ -75,8 +76,6 @@ def _check_mlflow() -> None:
 
 
 def _check_otlp(endpoint: str | None) -> None:
-    from treadle.tracing.sinks.otlp import resolved_url
-
     try:
         url = resolved_url(endpoint)
     except ValueError as error:
