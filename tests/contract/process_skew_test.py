@@ -5,6 +5,7 @@ fake engine's tokens depend on the prompt, the seed and the weight version, so t
 request or an answer lost on the way shows in them.
 """
 
+import asyncio
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,8 @@ import pytest
 
 from contract.descriptors import release_folders
 from contract.programs import Programs
+from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.config.schema import WeightSyncConfig
 from treadle.trainer.demo import DEMO
@@ -154,11 +157,37 @@ def test_todays_server_keeps_what_the_released_conformance_kit_checks(
     assert int(found[1]) > 10
 
 
-def test_todays_trainer_trains_on_a_released_server(released: Programs, tmp_path: Path) -> None:
-    TODAY.run(
-        *("-m", "treadle.trainer.main", f"run.dir={tmp_path}/run", *SHORT),
-        f"rollout.server_command={list(released.server)}",
+async def told(address: str, security: ChannelSecurity) -> GetServerInfoResponse:
+    """Returns what a server tells of itself."""
+    client = WeightSyncClient(
+        "asked", address, control_deadline_s=30, commit_deadline_s=30, security=security
     )
+    try:
+        return await client.info()
+    finally:
+        await client.aclose()
+
+
+def test_todays_trainer_trains_on_released_servers(released: Programs, tmp_path: Path) -> None:
+    """One that the run starts, and one that somebody else runs."""
+    token = tmp_path / "token"
+    token.write_text("between us")
+    token.chmod(0o600)
+    foreign = (
+        *("--engine", "torch", "--model.path", str(MODEL), "--model.num_threads", "1"),
+        *("--model.context_length", "1024", "--security.token_file", str(token)),
+    )
+    with running_server(*foreign, command=released.server) as server:
+        TODAY.run(
+            *("-m", "treadle.trainer.main", f"run.dir={tmp_path}/run", *SHORT),
+            f"rollout.server_command={list(released.server)}",
+            "rollout.num_replicas=1",
+            f"rollout.addresses=[{server.address}]",
+            f"rollout.token_file={token}",
+        )
+        info = asyncio.run(told(server.address, ChannelSecurity(token="between us")))
+    # Both took part, and the weights of the last step are published before the run ends.
+    assert (info.load.started > 0, info.weight_version) == (True, 2)
     # The server knew every argument it was started with, and took the weights of the first step.
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["rollout/logprob_diff_max"] < 1e-4 for line in lines if line["step"]] == [True] * 2
