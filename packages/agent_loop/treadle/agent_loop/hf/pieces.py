@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 from array import array
-from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -83,7 +82,7 @@ class PieceEncoder:
 
     def pieces(
         self, ids: Sequence[int], written: Iterable[tuple[int, int]]
-    ) -> dict[str, list[int]]:
+    ) -> dict[str, tuple[int, ...]]:
         """Returns the whole pieces that are known of a sequence: their texts, and their ids.
 
         Args:
@@ -91,16 +90,14 @@ class PieceEncoder:
             written: The parts [start, stop) that this tokenizer made, each of one text, of which
                 what is before the first and after the last added token may be missing.
         """
-        values = list(ids)
-        marks = [place for place, each in enumerate(values) if each in self._added_ids]
-        found: dict[tuple[int, ...], list[int]] = {}
+        found: dict[tuple[int, ...], None] = {}
         for start, stop in written:
-            edges = marks[bisect_left(marks, start) : bisect_left(marks, stop)]
+            part = tuple(ids[start:stop])
+            edges = [place for place, each in enumerate(part) if each in self._added_ids]
             for before, after in itertools.pairwise(edges):
-                piece = values[before + 1 : after]
-                if piece:
-                    found[tuple(piece)] = piece
-        pieces = list(found.values())
+                if before + 1 < after:
+                    found[part[before + 1 : after]] = None
+        pieces = list(found)
         texts = self._backend.decode_batch(pieces, skip_special_tokens=False)
         return dict(zip(texts, pieces, strict=True))
 

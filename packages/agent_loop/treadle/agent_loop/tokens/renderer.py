@@ -230,7 +230,6 @@ class BoundedRenderer(ChatRenderer, Protocol):
         ...
 
 
-@runtime_checkable
 class RerenderingRenderer(ChatRenderer, Protocol):
     """A renderer that renders a conversation again with less work than the first time.
 

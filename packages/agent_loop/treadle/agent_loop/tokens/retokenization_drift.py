@@ -21,7 +21,7 @@ has a sample per request.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, cast
 
 from treadle.agent_loop.errors import RenderError
 from treadle.agent_loop.tokens.renderer import ChatRenderer, RerenderingRenderer
@@ -131,13 +131,13 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
     first: DriftPoint | None = None
     end = renderer.stop_token_ids[0]
     for index, sample in enumerate(samples):
-        actual = sample.tokens.ids
+        actual = tuple(sample.tokens.ids)  # one conversion for several comparisons
         seen += len(actual)
         if index and seen > MAX_TOKENS:
             unmeasured += 1
             continue
         try:
-            expected = _rendered(sample, renderer)
+            expected = _rendered(sample, actual, renderer)
         except RenderError:
             unknown += 1
             continue
@@ -166,12 +166,15 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
     )
 
 
-def _rendered(sample: RecordedSample, renderer: ChatRenderer) -> tuple[int, ...]:
+def _rendered(
+    sample: RecordedSample, ids: Sequence[int], renderer: ChatRenderer
+) -> tuple[int, ...]:
     messages, tools = sample.messages, sample.tools
-    if not isinstance(renderer, RerenderingRenderer):
+    # Not `isinstance`, which asks a protocol for each of its members.
+    if not hasattr(renderer, "render_again"):
         return renderer.render(messages, tools=tools).ids
-    ids, written = sample.tokens.ids, sample.written
-    return renderer.render_again(messages, tools=tools, ids=ids, written=written).ids
+    again = cast(RerenderingRenderer, renderer)
+    return again.render_again(messages, tools=tools, ids=ids, written=sample.written).ids
 
 
 def _differences(
