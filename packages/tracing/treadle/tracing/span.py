@@ -190,10 +190,7 @@ class _NullSpan:
     """The one span handed out while nothing records. Stateless, so it may be entered many times."""
 
     __slots__ = ()
-
-    @property
-    def recording(self) -> bool:
-        return False
+    recording: Final = False
 
     def set(self, **attributes: object) -> None:
         pass

@@ -34,6 +34,7 @@ from treadle.agent_loop.parsers import (
     parser_named,
 )
 from treadle.agent_loop.parsers.base import FramingParser, StreamingParser
+from treadle.agent_loop.parsers.format_parser import FormatParser
 from treadle.agent_loop.tokens.renderer import CallFrame, ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
 
@@ -92,6 +93,7 @@ class HfRenderer:
         if parser is None:
             parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
         self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        self._reads_prompt_end = _reads_prompt_end(self.parser)
         self._backend = _backend_of(tokenizer)
         self._pieces = None if self._backend is None else PieceEncoder.of(self._backend)
         # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
@@ -209,9 +211,8 @@ class HfRenderer:
         ids = list(token_ids)
         if ids and ids[-1] in self._closing_ids:
             ids.pop()
-        parsed = self.parser.parse(
-            self.decode(ids), tools=tools, prompt_end=self.decode(prompt[-_PROMPT_END:])
-        )
+        prompt_end = self.decode(prompt[-_PROMPT_END:]) if self._reads_prompt_end else ""
+        parsed = self.parser.parse(self.decode(ids), tools=tools, prompt_end=prompt_end)
         return ParsedCompletion(
             message=Message(
                 role="assistant",
@@ -345,6 +346,13 @@ def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Any:
         if not vars(kind).keys().isdisjoint(("encode", "_encode_plus", "decode", "_decode")):
             return None
     return None
+
+
+def _reads_prompt_end(parser: ToolCallParser) -> bool:
+    """Returns whether a parser may look at the end of the prompt, which is decoded for it."""
+    if not isinstance(parser, FormatParser) or type(parser).parse is not FormatParser.parse:
+        return True
+    return parser.reads_prompt_end
 
 
 def _load_placeholders(

@@ -19,6 +19,7 @@ from treadle.agent_loop import (
     ToolSpec,
 )
 from treadle.agent_loop.hf.chat_renderer import HfRenderer
+from treadle.agent_loop.parsers import HermesParser, ParsedText
 
 # Written for this test in the format of Qwen2.5's ChatML template.
 TEMPLATE = """\
@@ -224,6 +225,22 @@ def test_parse_gives_text_without_the_end_of_turn(renderer: HfRenderer) -> None:
     parsed = renderer.parse(sampled(renderer, "I compute.\n" + TURN_TEXT))
     assert parsed.message.content == "I compute."
     assert parsed.message.tool_calls == (CALL,)
+
+
+def test_a_parser_sees_the_end_of_the_prompt_if_it_may_look_there() -> None:
+    class Own(HermesParser):
+        seen = ""
+
+        def parse(self, text: str, **kwargs: Any) -> ParsedText:
+            self.seen = kwargs.get("prompt_end", "")
+            return super().parse(text, **kwargs)
+
+    own = Own()
+    HfRenderer(make_tokenizer(), parser=own).parse((0,), prompt=SHARED.encode("<think>\n"))
+    assert own.seen == "<think>\n"
+    thinking = HfRenderer(make_tokenizer(), parser="qwen3")
+    parsed = thinking.parse(SHARED.encode("Hm.</think>6"), prompt=SHARED.encode("<think>\n"))
+    assert (parsed.message.reasoning, parsed.message.content) == ("Hm.", "6")
 
 
 def test_a_turn_that_ends_with_another_special_id_is_read_without_it(renderer: HfRenderer) -> None:

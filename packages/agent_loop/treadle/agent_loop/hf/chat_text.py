@@ -142,7 +142,10 @@ def _compile(text: str) -> Any:
         return look_up(value, name)
 
     environment.getattr = getattr_of
-    return environment.from_string(text)
+    template = environment.from_string(text)
+    # A chain of mappings, which each rendering copies; nothing is added to it later.
+    template.globals = dict(template.globals)
+    return template
 
 
 def is_plain(value: object) -> bool:

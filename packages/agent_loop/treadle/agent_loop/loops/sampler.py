@@ -88,7 +88,7 @@ class TurnSampler:
         self.num_requests += 1
         self._services.pulse.beat(f"generating as {request.request_id}")
         started = time.perf_counter()
-        async with span("generate", request_id=request.request_id) as trace:
+        with span("generate", request_id=request.request_id) as trace:
             if trace.recording:
                 trace.set(inputs=request_inputs(prompt, params))
             completion = await self._services.generator.generate(

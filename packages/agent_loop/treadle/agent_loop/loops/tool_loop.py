@@ -91,7 +91,7 @@ class ToolAgentLoop:
             RolloutError: The conversation failed.
         """
         while True:
-            async with span("turn", index=chat.assistant_turns) as trace:  # GENERATE
+            with span("turn", index=chat.assistant_turns) as trace:  # GENERATE
                 turn = await chat.generate()
                 if trace.recording:
                     trace.set(output=message_content(turn.parsed.message))
@@ -126,7 +126,7 @@ async def _call_tools(
     if stop := _turn_stop(chat, limits):
         return stop
     chat.doing(f"waiting for tools: {[r.name for r in requests]}")
-    async with span("tools", turn=chat.assistant_turns - 1, calls=len(requests)):
+    with span("tools", turn=chat.assistant_turns - 1, calls=len(requests)):
         answers = await toolbox.run(requests)
     if any(answer.stop for answer in answers):
         return StopReason.TOOL_STOP

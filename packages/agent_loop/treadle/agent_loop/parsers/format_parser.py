@@ -84,6 +84,11 @@ class FormatParser:
         """As in `ToolCallParser`."""
         return self._format.stop_tokens
 
+    @property
+    def reads_prompt_end(self) -> bool:
+        """Whether `parse` looks at the end of the prompt, where reasoning may be opened."""
+        return self._thinking is not None
+
     def parse(
         self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
     ) -> ParsedText:

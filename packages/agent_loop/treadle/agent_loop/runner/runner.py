@@ -217,7 +217,7 @@ class RolloutRunner:
         loop = self._loops.resolve(task.loop)
         timeout = asyncio.timeout_at(services.deadline)
         try:
-            async with span(
+            with span(
                 "trajectory",
                 task_id=task.task_id,
                 rollout_index=task.rollout_index,
@@ -262,7 +262,7 @@ class RolloutRunner:
         reward = self._services.reward
         if reward is None or trajectory.reward is not None or trajectory.stop is StopReason.ERROR:
             return trajectory
-        async with span("reward") as trace:
+        with span("reward") as trace:
             with boundary(RewardError, f"reward of task {trajectory.task.task_id!r}"):
                 score = Score.of(await call_user("the reward", partial(reward, trajectory)))
             trace.set(output={"value": float(score.value), "answer": score.answer})

@@ -193,7 +193,7 @@ class Toolbox:
             self._counts["unknown"] += 1
             known = sorted(self._tools)
             return ToolResult(content=f"Unknown function '{call.name}'. Available tools: {known}")
-        async with span("tool", tool=call.name, inputs=call.arguments) as trace:
+        with span("tool", tool=call.name, inputs=call.arguments) as trace:
             result = await self._result(call, session, trace)
             if trace.recording:
                 trace.set(output=_output(result))
