@@ -1,12 +1,14 @@
 # ruff: noqa: D102  (a check's name says what it shows)
 """The Generate call: order of events, values and refusals."""
 
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
-from google.rpc import error_details_pb2
+from google.protobuf import duration_pb2
+from google.rpc import error_details_pb2, status_pb2
 
 from treadle.conformance.client.refusals import refusal
 from treadle.conformance.server_harness import (
@@ -253,6 +255,96 @@ class CheckStream(Checks):
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert after.running == 0
         assert after.finished == before.finished, "it ran past its deadline"
+
+
+@pytest.mark.asyncio
+class CheckSharedCall(Checks):
+    """Many completions over one call."""
+
+    async def test_completions_sample_what_calls_of_their_own_do(self) -> None:
+        async with self.connect() as server:
+            _require_many(server)
+            samplings = [_S(max_tokens=40, seed=seed, ignore_eos=True) for seed in (3, 4)]
+            wanted = [token_ids_of(await server.generate(sampling=each)) for each in samplings]
+            parts = await _together(server, *({"sampling": each} for each in samplings))
+        for number, ids in enumerate(wanted, start=1):
+            mine = [part for part in parts if part.number == number]
+            messages = [part.response for part in mine if part.HasField("response")]
+            assert token_ids_of(messages) == ids
+            assert messages[-1].WhichOneof("event") == "finished"
+            assert [part.HasField("status") for part in mine[:-1]] == [False] * (len(mine) - 1)
+            assert mine[-1].status == gen.CompletionStatus()
+
+    async def test_a_refused_completion_leaves_the_others_alone(self) -> None:
+        async with self.connect() as server:
+            _require_many(server)
+            parts = await _together(server, {"prompt_token_ids": []}, {})
+        refused, served = (
+            next(part.status for part in parts if part.number == n and part.HasField("status"))
+            for n in (1, 2)
+        )
+        details = status_pb2.Status.FromString(refused.details).details
+        invalid = errors_pb2.InvalidField()
+        assert refused.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert any(detail.Unpack(invalid) for detail in details), "no InvalidField in the details"
+        assert invalid.field == "prompt_token_ids"
+        assert served == gen.CompletionStatus()
+
+    async def test_a_cancelled_completion_leaves_the_engine(self) -> None:
+        async with self.connect() as server:
+            _require_many(server)
+            if not server.info.HasField("load"):
+                pytest.skip("the server reports no load")
+            before = (await server.refresh()).load
+            most = _S(max_tokens=server.info.model.context_length, ignore_eos=True)
+            call = server.stubs.generation.GenerateMany(timeout=CALL_S)
+            await call.write(_begin([server.generate_request(sampling=most)]))
+            await call.read()
+            await call.write(gen.GenerateManyRequest(cancel=[1]))
+            await call.done_writing()
+            async for message in _rest(call):
+                if any(part.HasField("status") for part in message.parts):
+                    pytest.skip("the server samples a whole context before it can be cancelled")
+            after = (await server.refresh()).load
+        assert after.running == 0
+        assert after.aborted == before.aborted + 1
+
+    async def test_it_is_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.generate_many:
+                pytest.skip("the server serves GenerateMany")
+            refused = await refusal(server.stubs.generation.GenerateMany(timeout=CALL_S).read())
+        assert refused.code == "UNIMPLEMENTED"
+
+
+def _require_many(server: ServerHarness) -> None:
+    if not server.capabilities.generate_many:
+        pytest.skip("the server does not report generate_many")
+
+
+def _begin(requests: Sequence[gen.GenerateRequest]) -> gen.GenerateManyRequest:
+    timeout = duration_pb2.Duration(seconds=int(CALL_S))
+    return gen.GenerateManyRequest(
+        begin=[
+            gen.NumberedRequest(number=number, request=request, timeout=timeout)
+            for number, request in enumerate(requests, start=1)
+        ]
+    )
+
+
+async def _together(
+    server: ServerHarness, *requests: Mapping[str, Any]
+) -> list[gen.NumberedResponse]:
+    """Returns the parts of completions over one call, numbered from 1."""
+    call = server.stubs.generation.GenerateMany(timeout=CALL_S)
+    await call.write(_begin([server.generate_request(**fields) for fields in requests]))
+    await call.done_writing()
+    return [part async for message in _rest(call) for part in message.parts]
+
+
+async def _rest(call: Any) -> AsyncIterator[gen.GenerateManyResponse]:
+    while (message := await call.read()) is not grpc.aio.EOF:
+        yield message
 
 
 @pytest.mark.asyncio
