@@ -225,7 +225,7 @@ class GrpcTokenGenerator:
             try:
                 address = await self._placement.open(
                     in_flight.request.session_id,
-                    context_tokens=len(in_flight.prompt) + len(in_flight.token_ids),
+                    context_tokens=len(in_flight.prompt) + in_flight.num_tokens,
                     avoid=spent | backing_off.keys(),
                     wait_s=in_flight.deadline - now,
                 )
@@ -425,10 +425,10 @@ def _check_constrains(server: ServerInfo, in_flight: InFlightCompletion) -> None
         raise RequestRejectedError(
             f"{server.address}: engine {server.engine!r} does not constrain the sampling here"
         )
-    if in_flight.token_ids:
+    if in_flight.chunks:
         raise ReplicaUnavailableError(
             f"{server.address}: a constrained completion was interrupted after "
-            f"{len(in_flight.token_ids)} tokens and cannot be resumed; ask for all of it again"
+            f"{in_flight.num_tokens} tokens and cannot be resumed; ask for all of it again"
         )
 
 

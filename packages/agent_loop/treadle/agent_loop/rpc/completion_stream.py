@@ -12,7 +12,7 @@ bounded by the call's deadline; HTTP/2 windows slow the server down if the reade
 """
 
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NoReturn, Protocol
 
@@ -162,7 +162,10 @@ class CompletionStream:
         if (got := len(self.prompt_logprobs)) > (asked := self.num_prompt_logprobs):
             self._refuse(f"{got} log-probabilities of the prompt came, {asked} were asked for")
 
-    def _check_logprobs(self, logprobs: Iterable[float]) -> None:
+    def _check_logprobs(self, logprobs: Sequence[float]) -> None:
+        # A sum is finite only if all of them are: the usual case, without a loop in Python.
+        if not logprobs or (math.isfinite(sum(logprobs)) and max(logprobs) <= _ROUNDING):
+            return
         if bad := [p for p in logprobs if not -math.inf < p <= _ROUNDING]:
             self._refuse(f"a logprob is {bad[0]}; it must be finite and at most 0")
 
@@ -177,7 +180,8 @@ class CompletionStream:
             self._refuse("a chunk holds no token")
         if len(tokens.logprobs) != len(ids):
             self._refuse(f"{len(ids)} tokens came with {len(tokens.logprobs)} logprobs")
-        self._check_logprobs(tokens.logprobs)
+        logprobs = tuple(tokens.logprobs)
+        self._check_logprobs(logprobs)
         if (got := len(self.prompt_logprobs)) < (asked := self.num_prompt_logprobs):
             self._refuse(f"a token came after {got} of {asked} log-probabilities of the prompt")
         if (largest := max(ids)) >= self.vocab_size:
@@ -189,19 +193,27 @@ class CompletionStream:
             )
         if self._num_tokens + len(ids) > self.params.max_tokens:
             self._refuse(f"more than max_tokens={self.params.max_tokens} tokens came")
-        for place, token in enumerate(ids):
-            if self._stopped_by is not None:
-                self._refuse(f"token {token} was sampled after the stop id {self._stopped_by}")
-            if token in self.params.stop_token_ids:
-                self._stopped_by = ids[place]
+        self._check_stops(ids)
         self._num_tokens += len(ids)
         self.chunks.append(
             TokenChunk(
                 token_ids=ids,
-                logprobs=tuple(tokens.logprobs),
+                logprobs=logprobs,
                 weight_version=tokens.weight_version,
             )
         )
+
+    def _check_stops(self, ids: tuple[int, ...]) -> None:
+        """Checks that nothing was sampled after a stop id."""
+        if self._stopped_by is not None:
+            self._refuse(f"token {ids[0]} was sampled after the stop id {self._stopped_by}")
+        places = [ids.index(stop) for stop in self.params.stop_token_ids if stop in ids]
+        if not places:
+            return
+        place = min(places)
+        self._stopped_by = ids[place]
+        if place + 1 < len(ids):
+            self._refuse(f"token {ids[place + 1]} was sampled after the stop id {ids[place]}")
 
     def _take_experts(self, data: bytes) -> None:
         if self.asked_experts is None:

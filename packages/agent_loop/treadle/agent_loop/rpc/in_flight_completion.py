@@ -69,9 +69,14 @@ class InFlightCompletion:
         """The tokens that have arrived."""
         return tuple(token for chunk in self.chunks for token in chunk.token_ids)
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that have arrived."""
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
     def next_prompt(self) -> tuple[int, ...]:
         """Returns the prompt plus the tokens that have arrived."""
-        return (*self.prompt, *self.token_ids)
+        return (*self.prompt, *self.token_ids) if self.chunks else self.prompt
 
     def next_params(self) -> SamplingParams:
         """Returns the sampling parameters for the tokens that are missing.
@@ -79,7 +84,9 @@ class InFlightCompletion:
         The seed stays the same. A token's draw depends on the seed and on the token's position in
         the sequence, so a resumed completion equals one that was not interrupted.
         """
-        return replace(self.params, max_tokens=self.params.max_tokens - len(self.token_ids))
+        if not self.chunks:
+            return self.params
+        return replace(self.params, max_tokens=self.params.max_tokens - self.num_tokens)
 
     def next_routed_experts_from(self) -> int | None:
         """Returns the first row whose experts are missing, which an earlier call may have sent."""
@@ -119,10 +126,9 @@ class InFlightCompletion:
 
     def finish_already(self) -> FinishReason | None:
         """Returns the finish reason if the tokens that have arrived are already complete."""
-        ids = self.token_ids
-        if ids and ids[-1] in self.params.stop_token_ids:
+        if self.chunks and self.chunks[-1].token_ids[-1] in self.params.stop_token_ids:
             return FinishReason.STOP
-        return FinishReason.LENGTH if len(ids) >= self.params.max_tokens else None
+        return FinishReason.LENGTH if self.num_tokens >= self.params.max_tokens else None
 
     def completion(self, finish: FinishReason) -> Completion:
         """Returns the whole completion."""
@@ -144,5 +150,5 @@ class InFlightCompletion:
         seen = "; ".join(str(failure.error) for failure in failures)
         raise error(
             f"request {self.request.request_id}: {why}, after {self.num_calls} calls and "
-            f"{len(self.token_ids)} tokens" + (f". {seen}" if seen else "")
+            f"{self.num_tokens} tokens" + (f". {seen}" if seen else "")
         )

@@ -7,7 +7,7 @@ The caller waits in `ask`. `run`, a task of whoever owns the channel, makes the 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import grpc.aio
 
@@ -81,7 +81,7 @@ class OpenTogether:
             _settle(asked, [each if each.address else None for each in response.answers])
 
 
-def _settle(asked: list[_Asked], answers: list[pb.OpenSessionResponse | None]) -> None:
+def _settle(asked: list[_Asked], answers: Sequence[pb.OpenSessionResponse | None]) -> None:
     for (_, waiting), answer in zip(asked, answers, strict=True):
         if not waiting.done():
             waiting.set_result(answer)
