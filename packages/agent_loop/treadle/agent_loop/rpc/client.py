@@ -250,10 +250,11 @@ class GrpcTokenGenerator:
         self, in_flight: InFlightCompletion, spent: set[str], now: float
     ) -> dict[str, float]:
         """Returns the addresses that must not be used now, and when each may be used again."""
-        ends = {address: backoff.until for address, backoff in self._replicas.backoffs.items()}
+        ends = {a: b.until for a, b in self._replicas.backoffs.items() if b.until > now}
         for address, until in in_flight.waiting_until.items():
-            ends[address] = max(until, ends.get(address, 0.0))
-        return {a: until for a, until in ends.items() if until > now and a not in spent}
+            if until > now:
+                ends[address] = max(until, ends.get(address, 0.0))
+        return {a: until for a, until in ends.items() if a not in spent}
 
     async def _call(
         self, replica: ReplicaClient, in_flight: InFlightCompletion

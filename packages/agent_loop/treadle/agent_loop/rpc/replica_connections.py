@@ -142,8 +142,9 @@ class ReplicaConnections:
     @asynccontextmanager
     async def calling(self, replica: ReplicaClient) -> AsyncIterator[None]:
         """Keeps the replica's channel open while the block runs."""
-        everyone = (*self._connections.values(), *self._retired)
-        connection = next(c for c in everyone if c.replica is replica)
+        connection = self._connections.get(replica.info.address)
+        if connection is None or connection.replica is not replica:
+            connection = next(each for each in self._retired if each.replica is replica)
         connection.num_calls += 1
         try:
             yield
