@@ -20,6 +20,7 @@ from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
 from treadle.trainer.config.schema import Config, FileTransportConfig
 from treadle.trainer.data import DataOrder
 from treadle.trainer.data.load_data import Inputs, enter_reward
+from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.process import Launcher
 from treadle.trainer.launch.topology import make_topology
@@ -235,10 +236,7 @@ async def build_context(
                 await context.release_memory()
             await context.sync_weights(checkpoint.step)
         await stack.enter_async_context(control_servers(servers, run_dir))
-        # What lives as long as the run is no garbage: looking through it, again and again while
-        # trajectories come and go, costs a sixth of a turn.
-        gc.collect()
-        gc.freeze()
+        exempt_present_objects()
         stack.callback(gc.unfreeze)
         yield context
 

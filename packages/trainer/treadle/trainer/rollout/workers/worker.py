@@ -38,6 +38,7 @@ from treadle.tracing import (
     use_sink,
 )
 from treadle.trainer.data.load_data import enter_reward, load_renderer, load_reward
+from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.policy.driver_connection import serve_driver
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import make_runner
@@ -264,10 +265,7 @@ class _Worker:
         await enter_reward(stack, self._reward)
         await stack.enter_async_context(self._rules.loops.opened(setup.loops))
         self._generator = await stack.enter_async_context(_connected(setup))
-        # What lives as long as the process is no garbage: looking through it, again and again while
-        # trajectories come and go, costs a sixth of a turn.
-        gc.collect()
-        gc.freeze()
+        exempt_present_objects()
         gc.set_threshold(_GC_OBJECTS)
 
     async def _run(self, begin: Begin, tasks: _Tasks, link: Link) -> None:
