@@ -94,6 +94,8 @@ class VllmEngine:
         self._open = asyncio.Event()
         self._open.set()
         self._memory = DeviceMemory(llm, on_cpu=on_cpu)
+        # Time for vLLM's processes to release a GPU before they are killed; None for its default.
+        self._shutdown_s = 0.0 if on_cpu else None
         self._closed = False
         self._mixed = False  # Whether the weights are a mixture of versions.
         self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -266,7 +268,7 @@ class VllmEngine:
         for sequence in list(self._submitted):
             sequence.interrupt()
         self._llm.output_handler.cancel()  # Otherwise it would treat the shutdown as a failure.
-        await asyncio.to_thread(self._llm.shutdown)
+        await asyncio.to_thread(self._llm.shutdown, self._shutdown_s)
         self._runtime_dir.close()
 
     async def _prepare(self) -> None:
