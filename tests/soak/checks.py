@@ -18,8 +18,8 @@ from compare_runs import differences
 
 from treadle.rollout_server.testing.descendants import descendants
 
-# They count what was done to the servers, so they differ.
-OF_FAULTS = ("servers/", "agent_loop/interruptions", "sync/bytes", "sync/delta_ratio")
+# They count what was done to the servers and the workers, so they differ.
+OF_FAULTS = ("servers/", "workers/", "agent_loop/interruptions", "sync/bytes", "sync/delta_ratio")
 MAX_GROWTH_MIB, MAX_GROWTH_DESCRIPTORS, LEAST_SAMPLES = 24.0, 8.0, 300
 _PR_SET_CHILD_SUBREAPER = 36
 _MIB = 1 << 20

@@ -16,6 +16,17 @@ from typing import Literal
 
 from soak.trainer import UNRESPONSIVE_S, Trainer
 
+Target = Literal[
+    "server",
+    "all servers",
+    "connections",
+    "rank",
+    "driver",
+    "worker",
+    "all workers",
+    "router",
+    "disk",
+]
 Moment = Literal["at any time", "in an update", "in a checkpoint"]
 MOMENTS: Sequence[Moment] = ("at any time", "in an update", "in a checkpoint")
 _BRIEFLY, _LONG = (0.3, 3.0), (UNRESPONSIVE_S + 4, UNRESPONSIVE_S + 14)
@@ -29,16 +40,18 @@ class Kind:
 
     Attributes:
         name: For people.
-        target: What it hits; "server" is one of them by chance, "connections" are those of one.
+        target: What it hits; "server" is one of them by chance, "connections" are those of one,
+            "worker" is one of the loop workers by chance.
         signal: What is sent; SIGSTOP is followed by SIGCONT. Of the disk, SIGSTOP says that it
-            stands still, and SIGKILL that it is full.
-        stopped_s: The least and the most seconds between SIGSTOP and SIGCONT.
+            stands still, SIGUSR2 that it is slow, and SIGKILL that it is full.
+        stopped_s: The least and the most seconds between SIGSTOP and SIGCONT; of a slow disk, of
+            its slowness.
         exit: The driver's exit status if the run ends by the fault; None: it must go on.
         says: What the driver then prints.
     """
 
     name: str
-    target: Literal["server", "all servers", "connections", "rank", "driver", "disk"]
+    target: Target
     signal: signal.Signals
     stopped_s: tuple[float, float] = (0.0, 0.0)
     exit: int | None = None
@@ -94,8 +107,27 @@ KINDS = (
         says="to go on: run.dir=",
     ),
 )
+WORKER_KINDS = (
+    Kind(name="a loop worker killed", target="worker", signal=signal.SIGKILL),
+    Kind(name="all loop workers killed", target="all workers", signal=signal.SIGKILL),
+    Kind(
+        name="a loop worker stopped",
+        target="worker",
+        signal=signal.SIGSTOP,
+        stopped_s=(_BRIEFLY[0], _LONG[1]),
+    ),
+    Kind(name="the router killed", target="router", signal=signal.SIGKILL),
+    Kind(
+        name="the router stopped",
+        target="router",
+        signal=signal.SIGSTOP,
+        stopped_s=(_BRIEFLY[0], _LONG[1]),
+    ),
+)
+"""Only where the agent loops run on workers."""
 DISK_KINDS = (
     Kind(name="the disk stood still", target="disk", signal=signal.SIGSTOP, stopped_s=(1.0, 12.0)),
+    Kind(name="the disk slow", target="disk", signal=signal.SIGUSR2, stopped_s=(10.0, 10.0)),
     Kind(
         name="the disk full",
         target="disk",
@@ -105,7 +137,7 @@ DISK_KINDS = (
     ),
 )
 """Only where a file system can be mounted."""
-SCHEDULES = ("sync", "stream", "async")
+SCHEDULES = ("sync", "overlap", "stream", "async")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +149,8 @@ class Fault:
         moment: When in the step.
         step: The step in which it is due.
         after: At any time: the share of a step's usual time that passes first.
-        stopped_s: Seconds until a stopped process continues.
-        choice: Chooses the server.
+        stopped_s: Seconds until a stopped process continues, or a slow disk is as before.
+        choice: Chooses the server or the worker.
     """
 
     kind: Kind
@@ -143,23 +175,41 @@ class Fault:
             case "connections":
                 proxies = trainer.proxies
                 return proxies and [proxies[int(self.choice * len(proxies))]]
+            case "all workers":
+                return list(trainer.workers.values())
+            case "worker":
+                workers = list(trainer.workers.values())
+                return workers and [workers[int(self.choice * len(workers))]]
+            case "router":
+                return [] if trainer.router is None else [trainer.router]
             case "disk":
                 raise AssertionError("no process is the disk")
 
 
-def draw_schedules(seed: int) -> Iterator[str]:
-    """Yields the schedule of each round; all of them come before one comes again."""
-    rng = random.Random(f"{seed}/schedules")
-    while True:
-        yield from rng.sample(SCHEDULES, len(SCHEDULES))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """What the seed says of one round.
+
+    Attributes:
+        schedule: Of its run.
+        workers: Whether its agent loops run on workers.
+        faults: In the order of their steps.
+    """
+
+    schedule: str
+    workers: bool
+    faults: Sequence[Fault]
 
 
-def draw_faults(
-    seed: int, steps: int, each: int, *, kinds: Sequence[Kind] = KINDS
-) -> Iterator[list[Fault]]:
-    """Yields the faults of each round, in order.
+def draw_rounds(
+    seed: int, steps: int, each: int, *, kinds: Sequence[Kind] = KINDS + WORKER_KINDS
+) -> Iterator[Drawn]:
+    """Yields what happens in each round.
 
-    All pairs of kind and moment are drawn before one comes again.
+    Of four rounds, each has another schedule, and each second one has loop workers; the next four
+    have the same schedules, and workers where those had none. All pairs of kind and moment are
+    drawn before one comes again, but for those of loop workers: they wait for a round that has
+    some.
 
     Args:
         seed: Of the soak.
@@ -170,25 +220,40 @@ def draw_faults(
     rng = random.Random(seed)
     deck: list[tuple[Kind, Moment]] = []
     while True:
-        faults = []
-        for step in sorted(rng.randint(1, steps) for _ in range(each)):
-            if not deck:
-                deck = list(product(kinds, MOMENTS))
-                rng.shuffle(deck)
-            kind, moment = deck.pop()
-            # A checkpoint follows each second step.
-            step += moment == "in a checkpoint" and step % 2
-            faults.append(
-                Fault(
-                    kind=kind,
-                    moment=moment,
-                    step=min(step, steps),
-                    after=rng.random(),
-                    stopped_s=round(rng.uniform(*kind.stopped_s), 2),
-                    choice=rng.random(),
-                )
-            )
-        yield faults
+        order = rng.sample(SCHEDULES, len(SCHEDULES))
+        for place, schedule in enumerate(order * 2):
+            workers = place % 2 == place // len(order)
+            faults = []
+            for step in sorted(rng.randint(1, steps) for _ in range(each)):
+                kind, moment = _draw_pair(rng, deck, kinds, workers=workers)
+                faults.append(_fault(rng, kind, moment, step, steps))
+            yield Drawn(schedule=schedule, workers=workers, faults=faults)
+
+
+def _draw_pair(
+    rng: random.Random, deck: list[tuple[Kind, Moment]], kinds: Sequence[Kind], *, workers: bool
+) -> tuple[Kind, Moment]:
+    """Takes the last pair of the deck that the round can have; a new deck comes beneath the old."""
+    while True:
+        for place in reversed(range(len(deck))):
+            if workers or deck[place][0] not in WORKER_KINDS:
+                return deck.pop(place)
+        fresh = list(product(kinds, MOMENTS))
+        rng.shuffle(fresh)
+        deck[:0] = fresh
+
+
+def _fault(rng: random.Random, kind: Kind, moment: Moment, step: int, steps: int) -> Fault:
+    # A checkpoint follows each second step.
+    step += moment == "in a checkpoint" and step % 2
+    return Fault(
+        kind=kind,
+        moment=moment,
+        step=min(step, steps),
+        after=rng.random(),
+        stopped_s=round(rng.uniform(*kind.stopped_s), 2),
+        choice=rng.random(),
+    )
 
 
 class MomentWatch:

@@ -1,9 +1,10 @@
 """Runs the main job under faults for some minutes, and checks that nothing comes of them.
 
 `./pants run tests/soak:main -- --minutes 60`. An undisturbed run is made first. Then the same run
-is made again and again, with a schedule that the seed chooses, while its servers, its policy rank
-and its driver are killed and stopped, the connections of its servers are cut, delayed and frozen,
-and its disk is full or stands still, at moments that the seed chooses, also inside updates and
+is made again and again, with a schedule that the seed chooses and in half of the rounds with loop
+workers, while its servers, its policy rank, its driver, its workers and their router are killed and
+stopped, the connections of its servers are cut, delayed and frozen, and its disk is full, slow or
+stands still, at moments that the seed chooses, also inside updates and
 checkpoints, and while bad requests are sent to its servers, to a proxy endpoint and to a sandbox
 server. A driver that ended is started again with the same command, as a user would.
 
@@ -44,11 +45,12 @@ from soak.disk import Disk, mounted_disk
 from soak.faults import (
     DISK_KINDS,
     KINDS,
+    WORKER_KINDS,
+    Drawn,
     Fault,
     MomentWatch,
     Stopped,
-    draw_faults,
-    draw_schedules,
+    draw_rounds,
     partial_files,
 )
 from soak.log import Log
@@ -57,6 +59,9 @@ from soak.trainer import MAX_STALENESS, PROMPTS, SAMPLES, Trainer, settings
 
 _STALL_S = 400.0
 _ORPHANS_S = 120.0
+_MAX_STALENESS = {"overlap": 1, "async": MAX_STALENESS}
+"""Of stream, a group that is carried over may become as old as it likes."""
+_UNDISTURBED = Drawn(schedule="sync", workers=False, faults=())
 _WATCH_S, _POLL_S, _SAMPLE_S, _SAY_S = 0.004, 0.05, 1.0, 30.0
 
 
@@ -91,7 +96,6 @@ class Round:
         disk: Disk | None = None,
     ) -> None:
         self._disk = disk
-        self._thaw_at: float | None = None
         self._output = output
         self._arguments = arguments
         self._faults = list(faults)
@@ -169,9 +173,7 @@ class Round:
         self._stopped.continue_due(everything=everything)
         if self._disk is None:
             return
-        if everything or (self._thaw_at is not None and time.monotonic() >= self._thaw_at):
-            self._disk.thaw()
-            self._thaw_at = None
+        self._disk.continue_due(everything=everything)
         if everything:
             self._disk.free()
 
@@ -180,11 +182,13 @@ class Round:
         if fault.kind.target != "disk":
             return self._stopped.send(targets, fault)
         assert self._disk is not None, "faults of the disk are drawn only with one"
-        if fault.kind.signal is signal.SIGKILL:
-            self._disk.fill()
-        elif self._thaw_at is None:
-            self._thaw_at = time.monotonic() + fault.stopped_s
-            self._disk.freeze()
+        match fault.kind.signal:
+            case signal.SIGKILL:
+                self._disk.fill()
+            case signal.SIGUSR2:
+                self._disk.slow_down(fault.stopped_s)
+            case _:
+                self._disk.stand_still(fault.stopped_s)
         return []
 
     def _ended_well(self, status: int) -> bool:
@@ -206,7 +210,7 @@ class Round:
         if not self._faults:
             return
         fault, now, done = self._faults[0], time.monotonic(), self.trainer.last_step
-        if done < fault.step - 1 or self._thaw_at is not None:  # nothing is seen on a frozen disk
+        if done < fault.step - 1 or self._waits_for_the_disk(fault):
             return
         targets: Sequence[int] = ()
         if fault.kind.target != "disk" and not (targets := fault.targets(self.trainer)):
@@ -240,17 +244,31 @@ class Round:
             stopped_s=fault.stopped_s,
         )
 
+    def _waits_for_the_disk(self, fault: Fault) -> bool:
+        if self._disk is None:
+            return False
+        if self._disk.is_slow:  # it does one thing at a time
+            return fault.kind.target == "disk"
+        return self._disk.stands_still  # nothing is seen on it
+
     def _sample(self, also: Mapping[str, int]) -> None:
         now = time.monotonic()
         if now < self._sampled_at + _SAMPLE_S:
             return
         self._sampled_at = now
-        name, rank = self.trainer.run.name, self.trainer.rank
-        found = {f"{name}, driver": self.trainer.process.pid}
-        found |= {f"{name}, {server}": pid for server, (pid, _) in self.trainer.servers.items()}
+        name = self.trainer.run.name
+        found: dict[str, int | None] = {
+            "driver": self.trainer.process.pid,
+            "rank": self.trainer.rank,
+            "router": self.trainer.router,
+            **self.trainer.workers,
+            **{server: pid for server, (pid, _) in self.trainer.servers.items()},
+        }
         # Until the first step has ended, memory grows for good reasons.
         if self.trainer.has_stepped:
-            self._processes.sample(found if rank is None else {**found, f"{name}, rank": rank})
+            self._processes.sample(
+                {f"{name}, {process}": pid for process, pid in found.items() if pid is not None}
+            )
         self._processes.sample(also)
 
     def _is_over_time(self) -> bool:
@@ -309,7 +327,7 @@ class Soak:
         self._environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache}
         self._disk = disk
         self._runs = directory if disk is None else disk.path
-        self._kinds = KINDS if disk is None else KINDS + DISK_KINDS
+        self._kinds = KINDS + WORKER_KINDS + (() if disk is None else DISK_KINDS)
         self._reference = self._runs / "undisturbed"
         self._step_s = 0.0
         self._processes = ProcessTable()
@@ -333,25 +351,21 @@ class Soak:
         with services(self._directory / "services.log", self._environment) as standing:
             for service in standing.values():
                 self._processes.keep(service.pid)
-            drawn = zip(
-                draw_schedules(self._seed),
-                draw_faults(self._seed, self._steps, each, kinds=self._kinds),
-                strict=True,
-            )
-            for number, (schedule, faults) in islice(enumerate(drawn), first_round, None):
+            rounds = draw_rounds(self._seed, self._steps, each, kinds=self._kinds)
+            for number, drawn in islice(enumerate(rounds), first_round, None):
                 if number > first_round and time.monotonic() > self._began + 60 * minutes:
                     break
-                self._disturbed(number, schedule, faults, standing)
+                self._disturbed(number, drawn, standing)
         self._check(self._processes.check_orphans(_ORPHANS_S))
         self._judge_processes(but=())
         self._check_files()
 
-    def _begin(self, run: Path, faults: Sequence[Fault] = (), *, schedule: str = "sync") -> Round:
+    def _begin(self, run: Path, drawn: Drawn = _UNDISTURBED) -> Round:
         return Round(
             run,
             self._output_of(run),
-            settings(self._steps, schedule),
-            faults,
+            settings(self._steps, drawn.schedule, workers=drawn.workers),
+            drawn.faults,
             step_s=self._step_s,
             end=self._end,
             log=self._log,
@@ -360,15 +374,14 @@ class Soak:
             disk=self._disk,
         )
 
-    def _disturbed(
-        self, number: int, schedule: str, faults: Sequence[Fault], standing: Mapping[str, Service]
-    ) -> None:
+    def _disturbed(self, number: int, drawn: Drawn, standing: Mapping[str, Service]) -> None:
         """Makes one round, and keeps its run directory if something was wrong."""
         before, began = len(self._log.violations), time.monotonic()
-        run = self._runs / f"round-{number}-{schedule}"
+        schedule = drawn.schedule
+        run = self._runs / f"round-{number}-{schedule}{'-workers' if drawn.workers else ''}"
         targets = {name: one.target for name, one in standing.items() if one.target is not None}
         pids = {name: service.pid for name, service in standing.items()}
-        made = self._begin(run, faults, schedule=schedule)
+        made = self._begin(run, drawn)
         seed = f"{self._seed}/{number}"
         with BadRequests(targets, self._log, made.targets, seed=seed):
             ended = made.finish(pids)
@@ -381,7 +394,7 @@ class Soak:
                     run,
                     steps=self._steps,
                     per_step=PROMPTS * SAMPLES,
-                    max_staleness=MAX_STALENESS if schedule == "async" else None,
+                    max_staleness=_MAX_STALENESS.get(schedule),
                 )
             )
         self._check(check_good_requests(targets))
@@ -392,6 +405,7 @@ class Soak:
             "as it must be" if not wrong else "NOT as it must be",
             number=number,
             schedule=schedule,
+            workers=drawn.workers,
             seconds=round(time.monotonic() - began, 1),
             violations=wrong,
         )
@@ -425,7 +439,7 @@ def _disk(directory: Path, log: Log) -> Iterator[Disk | None]:
         try:
             disk = stack.enter_context(mounted_disk(directory))
         except PermissionError as error:
-            log.write("left out", f"full disks and disks that stand still: {error}")
+            log.write("left out", f"full and slow disks, and disks that stand still: {error}")
         yield disk
 
 

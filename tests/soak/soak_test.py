@@ -2,6 +2,8 @@
 
 import asyncio
 import ctypes
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -28,10 +30,10 @@ from soak.faults import (
     KINDS,
     MOMENTS,
     SCHEDULES,
+    WORKER_KINDS,
     Fault,
     Stopped,
-    draw_faults,
-    draw_schedules,
+    draw_rounds,
     partial_files,
 )
 from soak.log import Log
@@ -191,17 +193,23 @@ def test_what_a_run_left_in_its_directory_is_noticed(tmp_path: Path) -> None:
 
 
 def test_the_faults_follow_from_the_seed_and_all_come() -> None:
-    rounds = list(islice(draw_faults(1, 12, 14), 3))
-    assert rounds == list(islice(draw_faults(1, 12, 14), 3))
-    assert rounds != list(islice(draw_faults(2, 12, 14), 3))
-    drawn = {(fault.kind.name, fault.moment) for faults in rounds for fault in faults}
-    assert len(drawn) == len(KINDS) * len(MOMENTS) == 42
+    rounds = list(islice(draw_rounds(1, 12, 14), 6))
+    assert rounds == list(islice(draw_rounds(1, 12, 14), 6))
+    assert rounds != list(islice(draw_rounds(2, 12, 14), 6))
+    drawn = {(fault.kind.name, fault.moment) for each in rounds for fault in each.faults}
+    assert len(drawn) == (len(KINDS) + len(WORKER_KINDS)) * len(MOMENTS) == 57
 
 
-def test_every_schedule_comes_in_three_rounds() -> None:
-    drawn = list(islice(draw_schedules(7), 6))
-    assert drawn == list(islice(draw_schedules(7), 6))
-    assert set(drawn[:3]) == set(drawn[3:]) == set(SCHEDULES)
+def test_every_schedule_comes_with_and_without_loop_workers() -> None:
+    rounds = list(islice(draw_rounds(7, 12, 6), 8))
+    first, then = (
+        {(each.schedule, each.workers) for each in half} for half in (rounds[:4], rounds[4:])
+    )
+    assert {schedule for schedule, _ in first} == {schedule for schedule, _ in then}
+    assert len(first | then) == 2 * len(SCHEDULES)
+    assert [each.workers for each in rounds[:4]] == [True, False, True, False]
+    hit = {each.workers: {fault.kind for fault in each.faults} for each in rounds}
+    assert hit[False].isdisjoint(WORKER_KINDS)
 
 
 @pytest.fixture
@@ -251,15 +259,16 @@ def test_what_a_run_beside_training_must_not_do_is_noticed(
     assert any(says in problem for problem in _problems(beside))
 
 
-def test_the_disk_gets_full_and_stands_still(tmp_path: Path) -> None:
+def test_the_disk_gets_full_slow_and_stands_still(tmp_path: Path) -> None:
+    now = 0.0
     try:
-        with mounted_disk(tmp_path) as disk:
+        with mounted_disk(tmp_path, lambda: now) as disk:
             disk.fill()
             with pytest.raises(OSError, match="No space left"):
                 (disk.path / "file").write_bytes(bytes(1 << 16))
             disk.free()
             (disk.path / "file").write_bytes(bytes(1 << 16))
-            disk.freeze()
+            disk.stand_still(5.0)
             written = threading.Event()
 
             def write() -> None:
@@ -269,12 +278,35 @@ def test_the_disk_gets_full_and_stands_still(tmp_path: Path) -> None:
             writer = threading.Thread(target=write)
             writer.start()
             assert not written.wait(0.2)
-            disk.thaw()
+            now = 6.0
+            disk.continue_due()
             assert written.wait(30)
             writer.join()
+            disk.slow_down(1.0)
+            turns = []
+            for _ in range(12):
+                turns.append(_is_frozen(disk.path))
+                now += 0.1001
+                disk.continue_due()
+            assert turns == [True, True, False] * 3 + [True, False, False]
+            assert not disk.is_slow
     except PermissionError as error:
         pytest.skip(str(error))
     assert list(tmp_path.iterdir()) == []
+
+
+def _is_frozen(path: Path) -> bool:
+    """Freezes a file system for a moment, which fails if it is frozen already."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.ioctl(directory, 0xC0045877, 0)
+        fcntl.ioctl(directory, 0xC0045878, 0)
+    except OSError as error:
+        assert error.errno == errno.EBUSY
+        return True
+    finally:
+        os.close(directory)
+    return False
 
 
 @pytest.mark.asyncio

@@ -14,7 +14,7 @@ from soak.proxied_server import proxy_file
 
 from treadle.trainer.launch.process import child_python_path
 
-PROMPTS, SAMPLES, VALIDATION_ROWS, REPLICAS = 4, 4, 16, 2
+PROMPTS, SAMPLES, VALIDATION_ROWS, REPLICAS, WORKERS = 4, 4, 16, 2, 2
 UNRESPONSIVE_S = 6.0
 
 
@@ -22,13 +22,14 @@ MAX_STALENESS = 1
 _BESIDE_TRAINING = ("sync.in_flight=interrupt", "algorithm.correction.weights=token")
 _SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "sync": (),
+    "overlap": _BESIDE_TRAINING,
     "stream": ("schedule.surplus=1", *_BESIDE_TRAINING),
     "async": (f"schedule.max_staleness={MAX_STALENESS}", *_BESIDE_TRAINING),
 }
 
 
-def settings(steps: int, schedule: str = "sync") -> tuple[str, ...]:
-    """Returns the configuration of the run.
+def settings(steps: int, schedule: str = "sync", *, workers: bool = False) -> tuple[str, ...]:
+    """Returns the configuration of the run, with `WORKERS` loop workers or none.
 
     Servers are started behind proxies, through which the network is disturbed.
 
@@ -50,6 +51,9 @@ def settings(steps: int, schedule: str = "sync") -> tuple[str, ...]:
         f"rollout.num_replicas={REPLICAS}",
         "rollout.threads=1",
         "rollout.max_restarts=1000",
+        f"agent.num_workers={WORKERS if workers else 0}",
+        "agent.max_worker_restarts=1000",
+        "agent.max_attempts=20",  # a task may lose as many workers as there are faults
         f"rollout.unresponsive_s={UNRESPONSIVE_S:g}",
         "launch.policy_threads=1",
         "sync.transport.chunk_bytes=4096",
@@ -122,6 +126,16 @@ class Trainer:
                 if said["server"] == pid:  # not of an earlier server of this name
                     found.append(said["pid"])
         return found
+
+    @property
+    def workers(self) -> Mapping[str, int]:
+        """The pids of the loop workers that the driver can have reached, by name."""
+        return {name: pid for name, (pid, _) in self._ready("worker-*.ready").items()}
+
+    @property
+    def router(self) -> int | None:
+        """The pid of the router of the loop workers, if it has started."""
+        return next((pid for pid, _ in self._ready("router*.ready").values()), None)
 
     @property
     def rank(self) -> int | None:
