@@ -1,6 +1,7 @@
 """Failures of a run: a killed trainer, server or rank, and an interrupt."""
 
 import os
+import random
 import re
 import select
 import signal
@@ -23,12 +24,12 @@ _SAVED = ("schedule.save_every=2", "schedule.val_every=4")
 
 def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartTrainer) -> None:
     killed = start_trainer(*_SAVED, _ENDLESS, name="killed")
-    killed.read_until(" 5/1000")
+    killed.read_until(" 3/1000")
     _stranger_is_refused(killed)
     server = os.pidfd_open(killed.pid_of("rollout-0"))
     rank = os.pidfd_open(killed.pid_of("policy-0"))
-    killed.process.kill()
-    killed.process.wait()
+    killed.read_until(" 4/1000")
+    killed.kill_in_a_step(" 5/1000", random.Random("sync").random())
     assert read_status(killed.run_dir).state == "killed"
     _await_end(server)
     _await_end(rank)

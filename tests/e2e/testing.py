@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from treadle.rollout_server.testing.descendants import descendants
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.tracing.trajectories import TrajectoryFiles
 from treadle.trainer.launch.process import child_python_path
@@ -56,6 +58,27 @@ class Trainer:
         self.lines += self.process.stdout
         return self.process.wait()
 
+    def kill_in_a_step(self, words: str, share: float) -> None:
+        """Reads until the end of a step, and kills the run at a place of the next one.
+
+        Call it when the line of the step before was read. The place is measured in the processor
+        time of all of the run's processes, so the load of the machine does not move it.
+
+        Args:
+            words: A line with these ends the step.
+            share: Of what this step took, after which the run is killed in the next one.
+        """
+        pids = [self.process.pid, *descendants(self.process.pid)]
+        began = _processor_s(pids)
+        self.read_until(words)
+        ended = _processor_s(pids)
+        until = ended + share * (ended - began)
+        while self.process.poll() is None and _processor_s(pids) < until:
+            time.sleep(0.002)
+        assert self.process.poll() is None, "it ended before it was killed"
+        self.process.kill()
+        self.process.wait()
+
     @property
     def output(self) -> str:
         """The output so far."""
@@ -88,6 +111,12 @@ class Trainer:
     def pid_of(self, name: str) -> int:
         """Returns the process id of one of the run's servers or ranks."""
         return int(json.loads((self.run_dir / "logs" / f"{name}.ready").read_text())["pid"])
+
+
+def _processor_s(pids: Sequence[int]) -> float:
+    """Returns the processor time that living processes have used."""
+    times = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
+    return sum(int(each[11]) + int(each[12]) for each in times) / os.sysconf("SC_CLK_TCK")
 
 
 def trained_rows(trainer: Trainer) -> Counter[str]:
