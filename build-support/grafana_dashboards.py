@@ -121,9 +121,17 @@ TRAINING = (
         _steps(
             **{
                 cause: f"servers_time_share_{cause}"
-                for cause in ("prefill", "decode", "tools", "idle", "weights", "memory", "down")
+                for cause in (
+                    *("prefill", "decode", "tools", "training", "prompts"),
+                    *("weights", "memory", "down"),
+                )
             }
         ),
+        unit="percentunit",
+    ),
+    Panel(
+        "Time in which the least and the most busy server work",
+        _steps(least="servers_busy_min", most="servers_busy_max"),
         unit="percentunit",
     ),
     Panel(

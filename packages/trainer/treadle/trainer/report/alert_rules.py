@@ -71,7 +71,7 @@ _TOOLS: Final = 2.0
 _MOSTLY: Final = 0.5
 """Share of a step that its cause explains."""
 _TIME_SHARES: Final = (
-    *(f"{SERVER_TIME}{cause}" for cause in ("tools", "idle", "weights")),
+    *(f"{SERVER_TIME}{cause}" for cause in ("tools", "training", "prompts", "weights")),
     f"{RANK_TIME}rollout",
 )
 _WITHOUT_SERVERS: Final = 0.8
@@ -234,7 +234,9 @@ def _idle(history: History) -> str | None:
 
 def _idle_by_shares(shares: Record) -> str | None:
     """Says what the servers waited for, if that was most of their time."""
-    tools, idle = shares[f"{SERVER_TIME}tools"], shares[f"{SERVER_TIME}idle"]
+    tools, training = shares[f"{SERVER_TIME}tools"], shares[f"{SERVER_TIME}training"]
+    prompts = shares[f"{SERVER_TIME}prompts"]
+    idle = training + prompts
     weights, batch = shares[f"{SERVER_TIME}weights"], shares[f"{RANK_TIME}rollout"]
     if tools > _MOSTLY:
         return (
@@ -255,11 +257,17 @@ def _idle_by_shares(shares: Record) -> str | None:
             "continue beside training (schedule.kind=stream or async), or lower "
             "rollout.response_length or agent.deadline_s"
         )
+    if idle > _WITHOUT_SERVERS and training >= prompts:
+        return (
+            f"servers idle: for {training:.0%} of the step they had no trajectory while the policy "
+            "trained; sample beside training (schedule.kind=async, schedule.max_staleness), "
+            "give the policy more devices, or share the servers' (rollout.release_memory)"
+        )
     if idle > _WITHOUT_SERVERS:
         return (
-            f"servers idle: for {idle:.0%} of the step they had no trajectory, because the policy "
-            "was not done; sample beside training (schedule.kind=async, schedule.max_staleness), "
-            "give the policy more devices, or share the servers' (rollout.release_memory)"
+            f"servers idle: for {prompts:.0%} of the step no prompt was there and the policy did "
+            "not train; see which other phase takes the time (time/*_s): save less often "
+            "(schedule.save_every), or begin more rows at a time (data.prompts_per_step)"
         )
     return None
 

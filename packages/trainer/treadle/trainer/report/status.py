@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -32,6 +33,8 @@ class Status:
         step: While it runs, the last step that has ended; None before.
         step_s: Then the seconds that a step is expected to take, without validation and checkpoint.
         ends_at: Then when the run is expected to end, as ISO 8601 in UTC.
+        busy: Then the share of the last step in which each server and policy rank worked, by name;
+            None: not known.
     """
 
     state: State
@@ -39,18 +42,24 @@ class Status:
     step: int | None = None
     step_s: float | None = None
     ends_at: str | None = None
+    busy: Mapping[str, float] | None = None
 
 
-def running(step: int, expected: Expected | None) -> Status:
+def running(
+    step: int, expected: Expected | None, busy: Mapping[str, float] | None = None
+) -> Status:
     """Returns the state of a run after a step, now."""
+    if busy is not None:
+        busy = {name: round(share, 4) for name, share in sorted(busy.items())}
     if expected is None:
-        return Status(state="running", step=step)
+        return Status(state="running", step=step, busy=busy)
     ends_at = datetime.now(UTC) + timedelta(seconds=expected.left_s)
     return Status(
         state="running",
         step=step,
         step_s=round(expected.step_s, 3),
         ends_at=ends_at.isoformat(timespec="seconds"),
+        busy=busy,
     )
 
 
@@ -86,7 +95,12 @@ def read_status(run_dir: Path) -> Status:
             raise ValueError(f"step {step!r:.80} of {step_s!r:.80} s is no step")
         if ends_at is not None:
             datetime.fromisoformat(ends_at)
-        status = Status(state=state, error=problem, step=step, step_s=step_s, ends_at=ends_at)
+        busy = values.get("busy")
+        if busy is not None and not all(isinstance(share, float) for share in busy.values()):
+            raise ValueError(f"these are no shares: {busy!r:.80}")
+        status = Status(
+            state=state, error=problem, step=step, step_s=step_s, ends_at=ends_at, busy=busy
+        )
     except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error!r}") from error
     if status.state == "running" and not _is_locked(run_dir / _LOCK):

@@ -296,19 +296,26 @@ def test_the_summary_names_each_alert() -> None:
     [
         ({"tools": 0.62}, "for 62% of the step all of their trajectories were in tools"),
         ({"weights": 0.6}, "for 60% of the step they were stopped for new weights"),
-        ({"idle": 0.9}, "for 90% of the step they had no trajectory, because the policy"),
         (
-            {"idle": 0.4, "tools": 0.2, "rollout": 0.8},
+            {"training": 0.7, "prompts": 0.2},
+            "for 70% of the step they had no trajectory while the policy trained",
+        ),
+        (
+            {"training": 0.2, "prompts": 0.7},
+            "for 70% of the step no prompt was there and the policy did not train",
+        ),
+        (
+            {"training": 0.1, "prompts": 0.3, "tools": 0.2, "rollout": 0.8},
             "for 60% of the step they waited for the last trajectories of the batch, and the "
             "policy did for 80%",
         ),
-        ({"idle": 0.7, "tools": 0.2}, None),
+        ({"training": 0.7, "tools": 0.2}, None),
     ],
 )
 def test_servers_that_tell_what_they_waited_for_have_it_said(
     shares: dict[str, float], said: str | None
 ) -> None:
-    told = dict.fromkeys(("tools", "idle", "weights"), 0.0) | {
+    told = dict.fromkeys(("tools", "training", "prompts", "weights"), 0.0) | {
         cause: share for cause, share in shares.items() if cause != "rollout"
     }
     record = {

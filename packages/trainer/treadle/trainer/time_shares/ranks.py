@@ -11,8 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from treadle.trainer.policy.rank_time import CAUSES, RankCause
+from treadle.trainer.time_shares.busy import busy_range
 
-__all__ = ["RANK_CAUSES", "rank_shares"]
+__all__ = ["RANK_CAUSES", "rank_shares", "ranks_busy"]
 
 _WAITS: Final = (("rollout", "time/rollout_s"), ("validation", "time/validate_s"))
 RANK_CAUSES: Final = (
@@ -26,16 +27,29 @@ RANK_CAUSES: Final = (
 def rank_shares(
     reports: Sequence[Mapping[RankCause, float]], phases: Mapping[str, float]
 ) -> dict[str, float]:
-    """Returns the shares, means over the ranks.
+    """Returns the shares, means over the ranks, and how busy the least and the most busy one was.
 
     Args:
         reports: The seconds of each rank by cause, since the last report; at least one.
         phases: Seconds of the driver's phases in the step, as `time/rollout_s`.
     """
     shares = [_of_one(report, phases) for report in reports]
-    return {
+    means = {
         f"policy/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares) / len(shares)
         for cause in RANK_CAUSES
+    }
+    return means | busy_range("policy", ranks_busy(reports))
+
+
+def ranks_busy(reports: Sequence[Mapping[RankCause, float]]) -> dict[str, float]:
+    """Returns by name of each rank the share of the time in which it executed a command.
+
+    Args:
+        reports: See `rank_shares`.
+    """
+    return {
+        f"policy-{number}": 1.0 - report["waiting"] / sum(report.values())
+        for number, report in enumerate(reports)
     }
 
 

@@ -4,4 +4,13 @@ from typing import Final
 
 __all__ = ["SERVER_CAUSES"]
 
-SERVER_CAUSES: Final = ("prefill", "decode", "tools", "idle", "weights", "memory", "down")
+SERVER_CAUSES: Final = (
+    "prefill",
+    "decode",
+    "tools",
+    "training",
+    "prompts",
+    "weights",
+    "memory",
+    "down",
+)

@@ -2,10 +2,13 @@
 
 A server tells the seconds of each cause since it started (`GetServerInfo`); the driver, or the
 router of its loop workers, knows for how long the server was occupied: had open sessions. The time
-in which a server waited for prompts is divided: `tools` while it was occupied, since then all of
-its trajectories were in tools, `idle` otherwise. A sequence belongs to a session, so the first is
-what the occupied time exceeds that of prefill and decode by. Of an update under open sessions it is
-not known whether they were in tools: it explains itself, and `tools` is at most what was waited.
+in which a server waited for prompts is divided. It is `tools` while the server was occupied, since
+then all of its trajectories were in tools. A sequence belongs to a session, so that is what the
+occupied time exceeds that of prefill and decode by. Of an update under open sessions it is not
+known whether they were in tools: it explains itself, and `tools` is at most what was waited. The
+rest is `training`, as long as the driver's step trained, and `prompts` beyond that: no prompt was
+there. When in the step a server waited is not known, so where trajectories are sampled beside
+training, `training` is an upper bound.
 
 Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
 `down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
@@ -20,6 +23,7 @@ from typing import Final, Protocol
 
 from treadle.agent_loop.aio import concurrently
 from treadle.rollout.v1 import server_service_pb2 as pb
+from treadle.trainer.time_shares.busy import busy_range
 from treadle.trainer.time_shares.server_causes import SERVER_CAUSES
 from treadle.trainer.weight_sync.errors import WeightSyncError
 
@@ -27,6 +31,8 @@ __all__ = ["AskedServer", "ServerShares"]
 
 _ANSWER_S: Final = 2.0
 """A server that stands still must not hold up the step for longer."""
+_TRAINING: Final = tuple(f"time/{phase}_s" for phase in ("kl", "values", "critic", "train"))
+"""The driver's phases in which the policy ranks train, and compute what the update needs."""
 
 
 class AskedServer(Protocol):
@@ -64,6 +70,10 @@ class ServerShares:
         servers: Returns the servers of the rotation. A restarted one has a new client.
         occupied_s: Returns by address for how long servers have had open sessions.
         now: Returns seconds.
+
+    Attributes:
+        busy: By name, the share of the time between the last two calls in which a server read
+            prompts or sampled.
     """
 
     def __init__(
@@ -77,9 +87,14 @@ class ServerShares:
         self._now = now
         self._at = now()
         self._known: dict[AskedServer, _Answer | None] = {}
+        self.busy: Mapping[str, float] = {}
 
-    async def take(self) -> dict[str, float]:
-        """Returns the shares since the last call; nothing the first time."""
+    async def take(self, phases: Mapping[str, float]) -> dict[str, float]:
+        """Returns the shares since the last call; nothing the first time.
+
+        Args:
+            phases: Seconds of the driver's phases since then, as `time/train_s`.
+        """
         before, began = self._known, self._at
         servers = self._servers()
         occupied_s = await self._occupied_s()
@@ -91,26 +106,33 @@ class ServerShares:
         told = dict(zip(servers, answers, strict=True))
         # Of one without an answer the next share is of a longer time.
         self._known = {server: answer or before.get(server) for server, answer in told.items()}
-        shares = [
-            _shares(before.get(server), answer, passed_s)
+        training_s = sum(phases.get(phase, 0.0) for phase in _TRAINING)
+        shares = {
+            server.name: _shares(before.get(server), answer, passed_s, training_s)
             for server, answer in told.items()
             if answer is not _UNTOLD
             and (before.get(server) is not None or _is_new(answer, passed_s))
-        ]
+        }
         # One that has left ended in this time; of those that were not there before it is not known.
         names = {server.name for server in told}
-        shares += [
-            {"down": 1.0}
+        shares |= {
+            server.name: {"down": 1.0}
             for server, answer in before.items()
             if server.name not in names and answer is not _UNTOLD
-        ]
+        }
         if not before or not shares:
+            self.busy = {}
             return {}
-        return {
-            f"servers/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares)
+        self.busy = {
+            name: each.get("prefill", 0.0) + each.get("decode", 0.0)
+            for name, each in shares.items()
+        }
+        means = {
+            f"servers/time_share/{cause}": sum(each.get(cause, 0.0) for each in shares.values())
             / len(shares)
             for cause in SERVER_CAUSES
         }
+        return means | busy_range("servers", self.busy)
 
     async def _ask(self, server: AskedServer, occupied_s: float) -> _Answer | None:
         """Returns what is known of a server; None if it gives no answer."""
@@ -136,7 +158,9 @@ def _is_new(answer: _Answer | None, passed_s: float) -> bool:
     return answer is not None and sum(answer.seconds.values()) <= passed_s
 
 
-def _shares(before: _Answer | None, after: _Answer | None, passed_s: float) -> dict[str, float]:
+def _shares(
+    before: _Answer | None, after: _Answer | None, passed_s: float, training_s: float
+) -> dict[str, float]:
     """Returns the shares of one server."""
     if after is None or passed_s <= 0:
         return {"down": 1.0}
@@ -149,7 +173,12 @@ def _shares(before: _Answer | None, after: _Answer | None, passed_s: float) -> d
     waiting_s = spent.pop("waiting")
     without_sequence_s = occupied_s - spent["prefill"] - spent["decode"]
     tools_s = min(waiting_s, max(0.0, without_sequence_s))
-    spent |= {"tools": tools_s, "idle": waiting_s - tools_s}
+    without_session_s = waiting_s - tools_s
+    spent |= {
+        "tools": tools_s,
+        "training": min(without_session_s, training_s),
+        "prompts": max(0.0, without_session_s - training_s),
+    }
     spent["down"] = spent.pop("starting") + spent.pop("failed")
     told_s = sum(spent.values())
     spent["down"] += max(0.0, passed_s - told_s)

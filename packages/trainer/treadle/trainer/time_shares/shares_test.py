@@ -7,7 +7,7 @@ import pytest
 
 from treadle.rollout.v1 import server_service_pb2 as pb
 from treadle.trainer.policy.rank_time import CAUSES
-from treadle.trainer.time_shares.ranks import rank_shares
+from treadle.trainer.time_shares.ranks import rank_shares, ranks_busy
 from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
@@ -41,15 +41,18 @@ class Run:
         self.now = 0.0
         self.occupied: Mapping[str, float] = {}
         self.shares = ServerShares(lambda: self.servers, self._occupied_s, lambda: self.now)
-        assert asyncio.run(self.shares.take()) == {}
+        assert asyncio.run(self.shares.take({})) == {}
 
     async def _occupied_s(self) -> Mapping[str, float]:
         return self.occupied
 
-    def step(self, passed_s: float) -> dict[str, float]:
+    def step(self, passed_s: float, **phases: float) -> dict[str, float]:
         """Returns the shares of a step that are not 0."""
         self.now += passed_s
-        found = asyncio.run(self.shares.take())
+        told = {f"time/{phase}_s": seconds for phase, seconds in phases.items()}
+        found = asyncio.run(self.shares.take(told))
+        busy = (found.pop("servers/busy_min"), found.pop("servers/busy_max"))
+        assert busy == (min(self.shares.busy.values()), max(self.shares.busy.values()))
         assert sum(found.values()) == pytest.approx(1.0)
         assert all(share >= 0 for share in found.values())
         return {name.rpartition("/")[2]: share for name, share in found.items() if share}
@@ -62,8 +65,20 @@ def test_shares_are_of_the_step_and_means_over_the_servers() -> None:
     first.seconds = {"starting": 3.0, "waiting": 7.0, "prefill": 2.0, "decode": 4.0}
     second.seconds = {"starting": 3.0, "waiting": 5.0, "weights": 6.0, "memory": 2.0}
     assert run.step(8.0) == pytest.approx(
-        {"prefill": 0.125, "decode": 0.25, "idle": 0.125, "weights": 0.375, "memory": 0.125}
+        {"prefill": 0.125, "decode": 0.25, "prompts": 0.125, "weights": 0.375, "memory": 0.125}
     )
+    assert run.shares.busy == pytest.approx({"a": 0.75, "b": 0.0})
+
+
+def test_a_server_without_a_session_waits_for_training_and_else_for_prompts() -> None:
+    server = Told("a")
+    run = Run(server)
+    server.seconds = {"decode": 2.0, "waiting": 8.0}
+    shares = run.step(10.0, train=3.0, critic=1.0, values=0.5, kl=0.5, save=2.0, rollout=3.0)
+    assert shares == pytest.approx({"decode": 0.2, "training": 0.5, "prompts": 0.3})
+    # Beside training it may have sampled meanwhile.
+    server.seconds = {"decode": 11.0, "waiting": 9.0}
+    assert run.step(10.0, train=9.0) == pytest.approx({"decode": 0.9, "training": 0.1})
 
 
 def test_waiting_is_for_tools_while_sessions_are_open() -> None:
@@ -72,7 +87,7 @@ def test_waiting_is_for_tools_while_sessions_are_open() -> None:
     server.seconds = {"waiting": 6.0, "prefill": 1.0, "decode": 3.0}
     run.occupied = {"host:1": 9.0}
     assert run.step(10.0) == pytest.approx(
-        {"tools": 0.5, "idle": 0.1, "prefill": 0.1, "decode": 0.3}
+        {"tools": 0.5, "prompts": 0.1, "prefill": 0.1, "decode": 0.3}
     )
     # Sessions were open during an update too, which explains itself.
     server.seconds = {"waiting": 8.0, "prefill": 1.0, "decode": 3.0, "weights": 8.0}
@@ -81,7 +96,7 @@ def test_waiting_is_for_tools_while_sessions_are_open() -> None:
     # A router that was started again counts from its start.
     server.seconds = {"waiting": 17.0, "prefill": 1.0, "decode": 4.0, "weights": 8.0}
     run.occupied = {"host:1": 3.0}
-    assert run.step(10.0) == pytest.approx({"tools": 0.2, "idle": 0.7, "decode": 0.1})
+    assert run.step(10.0) == pytest.approx({"tools": 0.2, "prompts": 0.7, "decode": 0.1})
 
 
 def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:
@@ -90,10 +105,11 @@ def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:
     run.servers = [other]
     other.seconds = {"decode": 4.0}
     assert run.step(4.0) == pytest.approx({"down": 0.5, "decode": 0.5})
+    assert run.shares.busy == {"a": 0.0, "b": 1.0}
     again = Told("a")
     again.seconds = {"starting": 1.0, "waiting": 1.0}
     run.servers, other.seconds = [again, other], {"decode": 8.0}
-    assert run.step(4.0) == pytest.approx({"down": 0.375, "idle": 0.125, "decode": 0.5})
+    assert run.step(4.0) == pytest.approx({"down": 0.375, "prompts": 0.125, "decode": 0.5})
 
 
 def test_a_server_without_an_answer_is_down_and_one_that_is_older_than_the_run_is_not_guessed() -> (
@@ -110,7 +126,7 @@ def test_a_server_without_an_answer_is_down_and_one_that_is_older_than_the_run_i
     server.answers = True
     server.seconds = {"decode": 501.0, "weights": 3.0}
     stranger.seconds = {"waiting": 1002.0}
-    assert run.step(2.0) == pytest.approx({"decode": 0.125, "weights": 0.375, "idle": 0.5})
+    assert run.step(2.0) == pytest.approx({"decode": 0.125, "weights": 0.375, "prompts": 0.5})
 
 
 def test_a_server_that_does_not_know_the_field_counts_in_no_share() -> None:
@@ -124,14 +140,15 @@ def test_a_server_that_does_not_know_the_field_counts_in_no_share() -> None:
     run.servers = [older]
     run.step(1.0)
     run.now += 1.0
-    assert asyncio.run(run.shares.take()) == {}
+    assert asyncio.run(run.shares.take({})) == {}
+    assert run.shares.busy == {}
 
 
 def test_clocks_that_differ_leave_the_sum_at_one() -> None:
     server = Told("a")
     run = Run(server)
     server.seconds = {"decode": 3.0, "waiting": 1.0}
-    assert run.step(3.9) == pytest.approx({"decode": 0.75, "idle": 0.25})
+    assert run.step(3.9) == pytest.approx({"decode": 0.75, "prompts": 0.25})
 
 
 def test_a_rank_waits_for_what_the_driver_did_meanwhile() -> None:
@@ -139,6 +156,9 @@ def test_a_rank_waits_for_what_the_driver_did_meanwhile() -> None:
     other = {**dict.fromkeys(CAUSES, 0.0), "waiting": 1.0, "train": 9.0}
     phases = {"time/rollout_s": 4.0, "time/validate_s": 1.0, "time/sync_s": 2.0}
     shares = rank_shares([report, other], phases)
+    assert ranks_busy([report, other]) == pytest.approx({"policy-0": 0.4, "policy-1": 0.9})
+    assert shares.pop("policy/busy_min") == pytest.approx(0.4)
+    assert shares.pop("policy/busy_max") == pytest.approx(0.9)
     assert sum(shares.values()) == pytest.approx(1.0)
     assert {name: share for name, share in shares.items() if share} == pytest.approx(
         {

@@ -57,7 +57,7 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import ServedReference
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.shaping import shaped
-from treadle.trainer.time_shares.ranks import rank_shares
+from treadle.trainer.time_shares.ranks import rank_shares, ranks_busy
 from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.tracing.run_tracing import span_attributes
 from treadle.trainer.training_loop.first_of_kind import FirstOfKind
@@ -149,6 +149,7 @@ class TrainingContext:
         kl_coef: Of the KL penalty in the rewards of this step.
         resumes: How often this run resumed by itself (see `run_resuming`).
         first_of_kind: Knows the kinds of failures and findings that were shown.
+        busy: By name of each server and rank, the share of the last step in which it worked.
     """
 
     config: Config
@@ -183,6 +184,7 @@ class TrainingContext:
     kl_coef: float = 0.0
     resumes: int = 0
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
+    busy: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def version(self) -> int:
@@ -465,14 +467,16 @@ class TrainingContext:
             PolicyError: A policy rank failed.
         """
         reports = await self.policy.call(ReportTime())
-        return {**await self.server_shares.take(), **rank_shares(reports, phases)}
+        shares = {**await self.server_shares.take(phases), **rank_shares(reports, phases)}
+        self.busy = {**self.server_shares.busy, **ranks_busy(reports)}
+        return shares
 
     async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
         self.metrics_log.append(step, metrics)
         self.loggers.metrics(step, metrics)
         self.progress.step_done(step, metrics)
-        self.report.step_done(step, metrics)
+        self.report.step_done(step, metrics, busy=self.busy)
         if step > 0:
             for alert in self.watch.step(metrics):
                 self.note(step, alert.text)

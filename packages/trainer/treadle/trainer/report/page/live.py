@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -30,11 +30,19 @@ class LiveReport:
         self._writing: asyncio.Task[None] | None = None
         self._outdated = False
 
-    def step_done(self, step: int, values: Record) -> None:
-        """Writes into `status.json` that a step has ended, and when the run will end."""
+    def step_done(
+        self, step: int, values: Record, *, busy: Mapping[str, float] | None = None
+    ) -> None:
+        """Writes into `status.json` that a step has ended, and when the run will end.
+
+        Args:
+            step: Number of the step.
+            values: Its metrics.
+            busy: See `Status`.
+        """
         expected = None if self._pace is None else self._pace.step_done(step, values)
         try:
-            write_status(self._run_dir, running(step, expected))
+            write_status(self._run_dir, running(step, expected, busy))
         except OSError as error:
             _log.warning("%s was not written: %s", self._run_dir / STATUS, error)
 

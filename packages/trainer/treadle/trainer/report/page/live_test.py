@@ -73,9 +73,9 @@ def test_a_running_run_says_when_it_will_end(tmp_path: Path) -> None:
                 assert read_status(tmp_path) == Status(state="running")
                 report.step_done(0, {"time/validate_s": 7.0})
                 assert read_status(tmp_path) == Status(state="running", step=0)
-                report.step_done(1, {"time/step_s": 600.0})
+                report.step_done(1, {"time/step_s": 600.0}, busy={"rollout-0": 0.25})
                 found = read_status(tmp_path)
-                assert (found.step, found.step_s) == (1, 600.0)
+                assert (found.step, found.step_s, found.busy) == (1, 600.0, {"rollout-0": 0.25})
                 assert found.ends_at is not None
                 left = datetime.fromisoformat(found.ends_at) - datetime.now(UTC)
                 assert 2390 < left.total_seconds() <= 2400
@@ -85,7 +85,11 @@ def test_a_running_run_says_when_it_will_end(tmp_path: Path) -> None:
 
 
 def test_a_status_that_is_damaged_is_said_to_be(tmp_path: Path) -> None:
-    for text in ('{"state": "running"}', '{"state": "finished", "error": null, "ends_at": "soon"}'):
+    for text in (
+        '{"state": "running"}',
+        '{"state": "finished", "error": null, "ends_at": "soon"}',
+        '{"state": "finished", "error": null, "busy": {"rollout-0": "half"}}',
+    ):
         (tmp_path / "status.json").write_text(text)
         with pytest.raises(ValueError, match=r"status\.json is damaged"):
             read_status(tmp_path)

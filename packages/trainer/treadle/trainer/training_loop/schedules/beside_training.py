@@ -51,7 +51,6 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
         Exception: see `run_sync`.
     """
     await validate_before_training(context, first_step=first_step)
-    await context.time_shares({})  # from here on they are of a step each
     async with _begin(context, rule) as groups:
         for step in range(first_step, context.total_steps + 1):
             timer = Timer()

@@ -41,12 +41,20 @@ class GroupsBesideTraining(Protocol):
 
 
 async def validate_before_training(context: TrainingContext, *, first_step: int) -> None:
-    """Validates the weights that the run begins with, if it begins and is to validate."""
+    """Validates the weights that the run begins with, if it begins and is to validate.
+
+    From its end on the time shares are of a step each. Those of step 0 are of the validation, and
+    of the ranks since they started; without it there is no step 0, and nothing to log them with.
+    """
+    await context.server_shares.take({})
     if first_step == 1 and context.val and context.config.schedule.val_before_train:
         timer = Timer()
         metrics = await validate(context, step=0, timer=timer)
         metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
+        metrics |= await context.time_shares(timer.seconds)
         await context.step_done(0, {**metrics, **timer.seconds})
+    else:
+        await context.time_shares({})
 
 
 async def train_step(

@@ -33,7 +33,6 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
         OSError: the disk is full or gone.
     """
     await validate_before_training(context, first_step=first_step)
-    await context.time_shares({})  # from here on they are of a step each
     for step in range(first_step, context.total_steps + 1):
         timer = Timer()
         # Rollout and reward: each trajectory is scored as soon as it ends.
