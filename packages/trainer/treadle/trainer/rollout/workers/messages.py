@@ -1,31 +1,26 @@
-"""What the driver and a loop worker tell each other, and how trajectories and spans travel.
+"""What the driver and a loop worker tell each other, and how spans travel.
 
 Invariants:
 
 1. A worker asks for tasks (`Asks`) and is never given more than it asked for. Each task that it was
    given ends once, by `Ended`, unless its run or the worker ends first.
-2. What travels twice otherwise is left out: an ended trajectory has neither its task nor the
-   messages that the task began with; the driver has both.
-3. Whatever a user's code puts into a trajectory, an `Ended` can be read by the driver, which may
-   have none of the user's modules: a foreign error becomes the nearest of `agent_loop.errors`, and
-   a trajectory that cannot be pickled becomes a failed one.
+2. A trajectory is packed by itself (`handover`), so that one that cannot be pickled fails alone.
 """
 
-import pickle
-import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeAlias
 
-from treadle.agent_loop import AgentTask, LoopError, Message, RolloutError, Trajectory
+from treadle.agent_loop import AgentTask
 from treadle.agent_loop.rpc import Requirements
 from treadle.tracing import FinishedSpan, SpanContext, SpanError, plain
 from treadle.trainer.config.schema import Config
 from treadle.trainer.policy.commands import Alive
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.workers.handover import PackedTrajectory
 
 __all__ = [
     "Alive",
@@ -45,37 +40,13 @@ __all__ = [
     "Stop",
     "Warned",
     "Weights",
-    "WorkerLostError",
-    "WorkerTraceback",
     "pack_spans",
-    "pack_trajectory",
     "unpack_spans",
-    "unpack_trajectory",
 ]
 
-_ERRORS = "treadle.agent_loop.errors"
-_LEFT_OUT = AgentTask(
-    task_id="",
-    sample_index=0,
-    rollout_index=0,
-    loop="",
-    messages=(Message(role="user", content=""),),
-)
-"""Stands for the task of a packed trajectory."""
 _SpanFields: TypeAlias = tuple[
     str, str, str, str | None, int, int, Mapping[str, object], tuple[str, str] | None
 ]
-
-
-class WorkerLostError(RolloutError):
-    """The loop worker of a trajectory was lost, as often as a task is attempted."""
-
-
-class WorkerTraceback(Exception):
-    """The traceback of an error in a worker, as text; the cause of the error in the driver."""
-
-    def __str__(self) -> str:
-        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +181,7 @@ class Ended:
 
     run: int
     number: int
-    trajectory: bytes
+    trajectory: PackedTrajectory
     spans: tuple[_SpanFields, ...]
     asks: int
 
@@ -239,54 +210,6 @@ class Warned:
 
 FromDriver: TypeAlias = Setup | Begin | Give | Bound | Weights | End | Stop
 FromWorker: TypeAlias = Alive | Ready | Refused | Asks | Ended | RunFailed | Warned
-
-
-def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> bytes:
-    """Returns the trajectory of a task that was given, for `unpack_trajectory`."""
-    error, text = trajectory.error, ""
-    if error is not None:
-        text = "".join(traceback.format_exception(error))
-        trajectory = replace(trajectory, error=_portable(error))
-    same = trajectory.task is task or trajectory.task == task
-    kept = len(task.messages) if trajectory.messages[: len(task.messages)] == task.messages else 0
-    light = replace(
-        trajectory,
-        task=_LEFT_OUT if same else trajectory.task,
-        messages=trajectory.messages[kept:],
-    )
-    try:
-        return pickle.dumps((light, same, kept, text), protocol=5)
-    except Exception as problem:  # the user's objects may raise anything
-        cause = LoopError(
-            f"task {task.task_id!r}: its trajectory cannot leave the loop worker, because it "
-            f"cannot be pickled: {type(problem).__name__}: {problem}"
-        )
-        light = replace(Trajectory.failed(_LEFT_OUT, cause), messages=())
-        return pickle.dumps((light, True, len(task.messages), ""), protocol=5)
-
-
-def unpack_trajectory(packed: bytes, task: AgentTask) -> Trajectory:
-    """Returns the trajectory that was packed, of the same task."""
-    trajectory: Trajectory
-    trajectory, same, kept, text = pickle.loads(packed)
-    if trajectory.error is not None and text:
-        trajectory.error.__cause__ = WorkerTraceback(text)
-    return replace(
-        trajectory,
-        task=task if same else trajectory.task,
-        messages=(*task.messages[:kept], *trajectory.messages),
-    )
-
-
-def _portable(error: RolloutError) -> RolloutError:
-    """Returns the error, or one of this package's with its text, if the driver may not have it."""
-    known = next(kind for kind in type(error).__mro__ if kind.__module__ == _ERRORS)
-    if type(error) is known or type(error) is WorkerLostError:
-        return error
-    plainer: RolloutError = known(f"{type(error).__name__}: {error}")
-    plainer.__dict__.update({k: v for k, v in vars(error).items() if k in ("tool", "__notes__")})
-    plainer.retryable = error.retryable
-    return plainer
 
 
 def pack_spans(spans: Iterable[FinishedSpan]) -> tuple[_SpanFields, ...]:

@@ -22,14 +22,14 @@ import asyncio
 import logging
 import math
 import secrets
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-from treadle.agent_loop import AgentTask, Trajectory
+from treadle.agent_loop import AgentTask, Image, Trajectory
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.agent_loop.runner.places import Places
@@ -45,6 +45,7 @@ from treadle.trainer.launch.process import Launcher, ProcessError
 from treadle.trainer.policy.signs_of_life import Silence
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.workers.handover import WorkerLostError, unpack_trajectory
 from treadle.trainer.rollout.workers.messages import (
     Asks,
     Begin,
@@ -57,9 +58,7 @@ from treadle.trainer.rollout.workers.messages import (
     RunFailed,
     Setup,
     Weights,
-    WorkerLostError,
     unpack_spans,
-    unpack_trajectory,
 )
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
@@ -102,6 +101,9 @@ class _Run:
         waiting: Numbers of those that no worker has.
         ended: Number and trajectory of what the caller's sink has not taken yet; None: look whether
             the source has ended, or the run failed.
+        rows: Number of held tasks by `task_id`.
+        images: Images that trajectories show beside their task's, by `task_id` of held tasks, so
+            that those of a group share them.
         failure: What ends the run.
     """
 
@@ -109,9 +111,25 @@ class _Run:
     runner: "_WorkersRunner"
     sink: TraceSink
     held: dict[int, _Held] = field(default_factory=dict)
+    rows: Counter[str] = field(default_factory=Counter)
+    images: defaultdict[str, dict[Image, Image]] = field(default_factory=lambda: defaultdict(dict))
     waiting: deque[int] = field(default_factory=deque)
     ended: "asyncio.Queue[tuple[int, Trajectory] | None]" = field(default_factory=asyncio.Queue)
     failure: Exception | None = None
+
+    def hold(self, number: int, given: GivenTask) -> None:
+        """Takes a task, which waits for a worker."""
+        self.held[number] = _Held(given)
+        self.rows[given.task.task_id] += 1
+        self.waiting.append(number)
+
+    def release(self, number: int) -> None:
+        """Forgets a task that has ended; with the last of its row, the row's images."""
+        row = self.held.pop(number).given.task.task_id
+        self.rows[row] -= 1
+        if not self.rows[row]:
+            del self.rows[row]
+            self.images.pop(row, None)
 
     def fail(self, error: Exception) -> None:
         """Ends the run with an error."""
@@ -263,8 +281,7 @@ class LoopWorkers:
                     number += 1
                     attributes = runner.span_attributes
                     given = {} if attributes is None else dict(attributes(task))
-                    run.held[number] = _Held(GivenTask(number, task, given))
-                    run.waiting.append(number)
+                    run.hold(number, GivenTask(number, task, given))
                     self._give(run)
 
         intake = asyncio.create_task(take(), name=f"intake of run {run.begin.run}")
@@ -274,7 +291,7 @@ class LoopWorkers:
                 if (ended := await run.ended.get()) is not None:
                     number, trajectory = ended
                     await sink(trajectory)
-                    del run.held[number]
+                    run.release(number)
                     places.release()
                 if run.failure is not None:
                     raise run.failure
@@ -364,7 +381,9 @@ class LoopWorkers:
                     held = run.held[message.number]
                     held.worker = None
                     worker.num_given[message.run] -= 1
-                    trajectory = unpack_trajectory(message.trajectory, held.given.task)
+                    task = held.given.task
+                    known = run.images[task.task_id]
+                    trajectory = unpack_trajectory(message.trajectory, task, known)
                     run.ended.put_nowait((message.number, trajectory))
                     worker.open_asks[message.run] += message.asks
                 case RunFailed():

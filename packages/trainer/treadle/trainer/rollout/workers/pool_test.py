@@ -7,7 +7,7 @@ import platform
 import signal
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Listener
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +18,9 @@ import pytest_asyncio
 
 from treadle.agent_loop import (
     AgentTask,
-    LoopError,
     Message,
     SamplingParams,
     StopReason,
-    ToolError,
     Trajectory,
 )
 from treadle.agent_loop.rpc import Requirements
@@ -33,6 +31,7 @@ from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.workers.handover import WorkerLostError, pack_trajectory
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Alive,
@@ -49,11 +48,7 @@ from treadle.trainer.rollout.workers.messages import (
     Setup,
     Stop,
     Weights,
-    WorkerLostError,
-    WorkerTraceback,
     pack_spans,
-    pack_trajectory,
-    unpack_trajectory,
 )
 from treadle.trainer.rollout.workers.pool import LoopWorkers, NoWorkerLeftError, WorkerRunError
 
@@ -456,32 +451,3 @@ async def test_spans_reach_the_sink_of_their_run(start: Start) -> None:
     program.end(begin.run, 1, spans=[made])
     await running
     assert sink.spans == (made,)
-
-
-class OwnError(ToolError):
-    """Of a module that the driver need not have."""
-
-
-async def test_an_error_of_the_users_own_travels_as_its_base_with_its_traceback() -> None:
-    error = OwnError("it is down")
-    error.tool = "lookup"
-    arrived = unpack_trajectory(
-        pack_trajectory(Trajectory.failed(task(0), error), task(0)), task(0)
-    ).error
-    assert type(arrived) is ToolError
-    assert (str(arrived), arrived.tool, arrived.retryable) == (
-        "OwnError: it is down",
-        "lookup",
-        True,
-    )
-    assert isinstance(arrived.__cause__, WorkerTraceback)
-    assert "OwnError: it is down" in str(arrived.__cause__)
-
-
-async def test_what_cannot_be_pickled_fails_its_trajectory_only() -> None:
-    odd = replace(task(0), fields={"odd": lambda: 0})  # a loop may return another task
-    arrived = unpack_trajectory(pack_trajectory(finished(odd), task(0)), task(0))
-    assert isinstance(arrived.error, LoopError)
-    assert "cannot be pickled" in str(arrived.error)
-    assert arrived.task == task(0)
-    assert arrived.messages == task(0).messages

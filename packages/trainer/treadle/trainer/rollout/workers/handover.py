@@ -1,0 +1,251 @@
+"""How a trajectory travels from a loop worker to the driver: as plain values and token memory.
+
+Invariants:
+
+1. What travels twice otherwise is left out: the task, the messages that the task began with, and
+   the images of the task, wherever the trajectory shows them again; the driver has them. Another
+   image travels once per trajectory.
+2. The values of tokens, images and chosen experts are frames: the driver copies each once, out of
+   the message, and makes no object per token. `TypedArray`s are views over them.
+3. Whatever a user's code puts into a trajectory, it can be packed: a foreign error becomes the
+   nearest of `agent_loop.errors`, and a trajectory that cannot be pickled becomes a failed one.
+
+Pickle restores an object of a frozen class by Python code, field by field, which was most of what
+a trajectory cost the driver. So objects are taken apart into columns (`_Form`), and made again
+without the checks that they passed where they were made. Where one is of a subclass, all are
+pickled as they are.
+"""
+
+import pickle
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
+from itertools import islice
+from operator import attrgetter
+from pickle import PickleBuffer
+from typing import Any, Generic, TypeAlias, TypeVar, cast
+
+from treadle.agent_loop import (
+    AgentTask,
+    Image,
+    LoopError,
+    Message,
+    PlacedImage,
+    RolloutError,
+    RoutedExperts,
+    Span,
+    Tokens,
+    ToolCall,
+    Trajectory,
+)
+
+__all__ = [
+    "PackedTrajectory",
+    "WorkerLostError",
+    "WorkerTraceback",
+    "pack_trajectory",
+    "unpack_trajectory",
+]
+
+T = TypeVar("T")
+
+PackedTrajectory: TypeAlias = tuple[bytes, tuple[bytes | PickleBuffer, ...]]
+"""A pickle of plain values, and the frames that it refers to (pickle protocol 5)."""
+
+_ERRORS = "treadle.agent_loop.errors"
+
+
+class WorkerLostError(RolloutError):
+    """The loop worker of a trajectory was lost, as often as a task is attempted."""
+
+
+class WorkerTraceback(Exception):
+    """The traceback of an error in a worker, as text; the cause of the error in the driver."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class _Form(Generic[T]):
+    """Takes objects of a frozen dataclass apart into columns, and makes them again.
+
+    Args:
+        kind: The class; it has slots, and at least two fields that are not nested.
+        nested: Fields that the caller takes apart.
+    """
+
+    def __init__(self, kind: type[T], *nested: str) -> None:
+        names = [field.name for field in fields(cast(Any, kind)) if field.name not in nested]
+        self._kind = kind
+        self._values = attrgetter(*names)
+        self._setters = [vars(kind)[name].__set__ for name in (*names, *nested)]
+
+    def fits(self, objects: Iterable[object]) -> bool:
+        """Returns whether all objects are of the class, and none of a subclass."""
+        return all(type(each) is self._kind for each in objects)
+
+    def apart(self, objects: Iterable[T]) -> list[tuple[Any, ...]]:
+        """Returns the values of each field that is not nested, in the order of the class."""
+        return list(zip(*map(self._values, objects), strict=True))
+
+    def make(self, columns: Sequence[Any], *nested: Sequence[object]) -> list[T]:
+        """Returns the objects with these values, without their checks."""
+        if not columns:
+            return []
+        new, kind = object.__new__, self._kind
+        made = [new(kind) for _ in columns[0]]
+        for set_value, values in zip(self._setters, (*columns, *nested), strict=True):
+            # `map` in place of a loop: no Python code runs per object.
+            deque(map(set_value, made, values), maxlen=0)
+        return made
+
+
+_TRAJECTORY = _Form(Trajectory, "task", "messages", "samples", "error")
+_MESSAGE = _Form(Message, "tool_calls", "images")
+_CALL = _Form(ToolCall)
+_TOKENS = _Form(Tokens, "spans", "images", "routed_experts")
+_SPAN = _Form(Span)
+_PLACED = _Form(PlacedImage, "image")
+_EXPERTS = _Form(RoutedExperts, "data")
+
+
+def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
+    """Returns the trajectory of a task that was given, for `unpack_trajectory`."""
+    try:
+        return _packed(trajectory, task)
+    except Exception as problem:  # the user's objects may raise anything
+        cause = LoopError(
+            f"task {task.task_id!r}: its trajectory cannot leave the loop worker, because it "
+            f"cannot be pickled: {type(problem).__name__}: {problem}"
+        )
+        cause.__cause__ = problem  # its traceback travels as text
+        return _packed(Trajectory.failed(task, cause), task)
+
+
+def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
+    if not _TRAJECTORY.fits([trajectory]):
+        raise TypeError(f"it is a {type(trajectory).__name__}, and must be a Trajectory")
+    error, text = trajectory.error, ""
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        error = _portable(error)
+    same = trajectory.task is task or trajectory.task == task
+    kept = len(task.messages) if trajectory.messages[: len(task.messages)] == task.messages else 0
+    numbers = {image: number for number, image in enumerate(_images_of(task))}
+    first = len(numbers)
+
+    def number(image: Image) -> int:
+        return numbers.setdefault(image, len(numbers))
+
+    messages = _messages_apart(trajectory.messages[kept:], number)
+    samples = [_tokens_apart(tokens, number) for tokens in trajectory.samples]
+    flat = (
+        _TRAJECTORY.apart([trajectory]),
+        None if same else trajectory.task,
+        kept,
+        messages,
+        samples,
+        error,
+        text,
+        [(image.mime, PickleBuffer(image.data)) for image in list(numbers)[first:]],
+    )
+    frames: list[PickleBuffer] = []
+    return pickle.dumps(flat, protocol=5, buffer_callback=frames.append), tuple(frames)
+
+
+def unpack_trajectory(
+    packed: PackedTrajectory, task: AgentTask, known: dict[Image, Image]
+) -> Trajectory:
+    """Returns the trajectory that was packed.
+
+    Args:
+        packed: What has arrived.
+        task: The same task. The trajectory shows its images, not copies.
+        known: Images of other trajectories of the row, which are used where this one shows them
+            too. Gets the others of this one.
+    """
+    head, frames = packed
+    flat = pickle.loads(head, buffers=frames)
+    columns, other, kept, messages, samples, error, text, others = flat
+    if error is not None:
+        error.__cause__ = WorkerTraceback(text)
+    images = _images_of(task)
+    for mime, data in others:
+        image = Image(data=data, mime=mime)
+        images.append(known.setdefault(image, image))
+    [trajectory] = _TRAJECTORY.make(
+        columns,
+        [task if other is None else other],
+        [(*task.messages[:kept], *_messages(messages, images))],
+        [tuple(_tokens(each, images) for each in samples)],
+        [error],
+    )
+    return trajectory
+
+
+def _images_of(task: AgentTask) -> list[Image]:
+    """Returns the different images of a task, in their order."""
+    return list(dict.fromkeys(image for message in task.messages for image in message.images))
+
+
+def _messages_apart(messages: tuple[Message, ...], number: Callable[[Image], int]) -> object:
+    calls = [call for message in messages for call in message.tool_calls]
+    if not (_MESSAGE.fits(messages) and _CALL.fits(calls)):
+        return messages
+    return [
+        _MESSAGE.apart(messages),
+        [len(message.tool_calls) for message in messages],
+        _CALL.apart(calls),
+        [tuple(map(number, message.images)) for message in messages],
+    ]
+
+
+def _messages(apart: Any, images: list[Image]) -> Sequence[Message]:
+    if isinstance(apart, tuple):
+        return apart
+    columns, counts, calls, numbers = apart
+    made = iter(_CALL.make(calls))
+    return _MESSAGE.make(
+        columns,
+        [tuple(islice(made, count)) for count in counts],
+        [tuple(images[number] for number in of_message) for of_message in numbers],
+    )
+
+
+def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
+    if not (_TOKENS.fits([tokens]) and _SPAN.fits(tokens.spans) and _PLACED.fits(tokens.images)):
+        return tokens
+    experts = [] if tokens.routed_experts is None else [tokens.routed_experts]
+    return [
+        _TOKENS.apart([tokens]),
+        _SPAN.apart(tokens.spans),
+        _PLACED.apart(tokens.images),
+        [number(placed.image) for placed in tokens.images],
+        _EXPERTS.apart(experts),
+        [PickleBuffer(each.data) for each in experts],
+    ]
+
+
+def _tokens(apart: Any, images: list[Image]) -> Tokens:
+    if isinstance(apart, Tokens):
+        return apart
+    columns, spans, placed, numbers, experts, data = apart
+    [tokens] = _TOKENS.make(
+        columns,
+        [tuple(_SPAN.make(spans))],
+        [tuple(_PLACED.make(placed, [images[number] for number in numbers]))],
+        [next(iter(_EXPERTS.make(experts, data)), None)],
+    )
+    return tokens
+
+
+def _portable(error: RolloutError) -> RolloutError:
+    """Returns the error, or one of this package's with its text, if the driver may not have it."""
+    known = next(kind for kind in type(error).__mro__ if kind.__module__ == _ERRORS)
+    if type(error) is known or type(error) is WorkerLostError:
+        return error
+    plainer: RolloutError = known(f"{type(error).__name__}: {error}")
+    plainer.__dict__.update({k: v for k, v in vars(error).items() if k in ("tool", "__notes__")})
+    plainer.retryable = error.retryable
+    return plainer

@@ -1,0 +1,187 @@
+"""Tests of how trajectories travel; `tests/e2e/loop_worker_test.py` has a real worker."""
+
+import gc
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+from treadle.agent_loop import (
+    AgentTask,
+    Finding,
+    Image,
+    LoopError,
+    Message,
+    PlacedImage,
+    RoutedExperts,
+    SampleReward,
+    StopReason,
+    Tokens,
+    ToolCall,
+    ToolError,
+    Trajectory,
+)
+from treadle.agent_loop.tokens.transcript import Origin, Span
+from treadle.tracing import Metric, Reduce
+from treadle.trainer.rollout.workers.handover import (
+    WorkerTraceback,
+    pack_trajectory,
+    unpack_trajectory,
+)
+
+SHOWN = Image(data=b"shown" * 1000, mime="image/png")
+ZOOMED = Image(data=b"zoomed" * 1000, mime="image/jpeg")
+
+
+def task(index: int = 0, *images: Image) -> AgentTask:
+    return AgentTask(
+        task_id="train/0",
+        sample_index=0,
+        rollout_index=index,
+        loop="loop",
+        messages=(Message(role="user", content="hi", images=images),),
+        fields={"reward_model": {"ground_truth": "1"}},
+        seed=index,
+    )
+
+
+def ended(of: AgentTask, *, num_turns: int = 1, part: int = 4, **changes: Any) -> Trajectory:
+    """Returns a trajectory whose turns call a tool that shows an image."""
+    messages, spans = list(of.messages), [Span(origin=Origin.PROMPT, start=0, stop=part)]
+    for turn in range(num_turns):
+        call = ToolCall(id=f"call_{turn}", name="zoom", arguments={"to": [turn]})
+        messages += [
+            Message(role="assistant", content="", tool_calls=(call,), reasoning="so"),
+            Message(role="tool", content="it", tool_call_id=call.id, name="zoom", images=(ZOOMED,)),
+        ]
+        for origin, version in ((Origin.SAMPLED, 3 + turn), (Origin.OBSERVED, None)):
+            start = spans[-1].stop
+            spans.append(
+                Span(origin=origin, start=start, stop=start + part, weight_version=version)
+            )
+    length = spans[-1].stop
+    placed = (
+        *(PlacedImage(image=image, start=0, num_tokens=1) for image in of.messages[0].images),
+        PlacedImage(image=ZOOMED, start=2 * part, num_tokens=part),
+    )
+    tokens = Tokens(
+        ids=range(length), logprobs=[-0.5] * length, spans=tuple(spans), images=placed, **changes
+    )
+    return Trajectory(
+        task=of,
+        samples=(tokens,),
+        messages=tuple(messages),
+        stop=StopReason.USER_TURNS,
+        assistant_turns=num_turns,
+        user_turns=num_turns,
+        reward=0.5,
+        sample_rewards=(SampleReward(player="first", value=0.5),),
+        answer="1",
+        tool_rewards=(1.0,),
+        turn_scores=(0.25,),
+        metrics=(Metric("tool/calls", num_turns, Reduce.SUM),),
+        findings=(Finding(kind="drift", text="here"),),
+    )
+
+
+def sent(trajectory: Trajectory, of: AgentTask, known: dict[Image, Image]) -> Trajectory:
+    """Returns what arrives; the worker has copies of the driver's objects, and the other way."""
+    given = pickle.loads(pickle.dumps(of))
+    packed = pickle.dumps(pack_trajectory(replace(trajectory, task=given), given), protocol=5)
+    return unpack_trajectory(pickle.loads(packed), of, known)
+
+
+def test_a_trajectory_arrives_as_it_was() -> None:
+    experts = RoutedExperts(first=0, num_layers=1, top_k=2, id_bytes=1, data=bytes(range(24)))
+    whole = ended(task(0, SHOWN), routed_experts=experts)
+    assert sent(whole, task(0, SHOWN), {}) == whole
+    several = replace(whole, samples=whole.samples * 2, sample_rewards=(), messages=())
+    assert sent(several, task(0, SHOWN), {}) == several
+    bare = replace(whole, samples=(), messages=whole.task.messages, sample_rewards=())
+    assert sent(bare, task(0, SHOWN), {}) == bare
+
+
+def test_of_the_images_only_what_the_task_has_not_travels_and_a_group_has_one_copy() -> None:
+    of, known = task(0, SHOWN), dict[Image, Image]()
+    head, frames = pack_trajectory(ended(of, num_turns=3), of)
+    found = [bytes(frame) for frame in frames]
+    assert SHOWN.data not in found
+    assert found.count(ZOOMED.data) == 1, "of four places"
+    assert SHOWN.data not in head
+    assert ZOOMED.data not in head
+    group = [sent(ended(task(i, SHOWN), num_turns=2), task(i, SHOWN), known) for i in range(3)]
+    assert all(t.tokens.images[0].image is SHOWN for t in group)
+    shown = [image for t in group for message in t.messages[1:] for image in message.images]
+    shown += [t.tokens.images[1].image for t in group]
+    assert len(shown) == 9
+    assert {id(image) for image in shown} == {id(known[ZOOMED])}
+
+
+def test_a_token_is_no_object_in_the_driver() -> None:
+    def count(part: int) -> int:
+        of, known = task(), dict[Image, Image]()
+        packed = pickle.dumps(pack_trajectory(ended(of, part=part), of), protocol=5)
+        gc.collect()
+        before = len(gc.get_objects())
+        arrived = unpack_trajectory(pickle.loads(packed), of, known)
+        assert len(arrived.tokens.ids) == 3 * part
+        return len(gc.get_objects()) - before
+
+    count(4)  # caches
+    assert count(10_000) <= count(4)
+    small, large = (
+        len(pack_trajectory(ended(task(), part=part), task())[0]) for part in (4, 10_000)
+    )
+    assert large - small < 100, "bytes that are no memory of arrays"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotated(Message):
+    note: str
+
+
+def test_what_a_users_class_adds_arrives_too() -> None:
+    whole = ended(task())
+    annotated = replace(
+        whole, messages=(*whole.messages, Annotated(role="user", content="", note="of mine"))
+    )
+    assert sent(annotated, task(), {}) == annotated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Own(Trajectory):
+    pass
+
+
+def test_a_trajectory_of_another_class_fails_alone() -> None:
+    own = Own(task=task(), samples=(), messages=(), stop=StopReason.FINISHED)
+    error = unpack_trajectory(pack_trajectory(own, task()), task(), {}).error
+    assert isinstance(error, LoopError)
+    assert "it is a Own, and must be a Trajectory" in str(error)
+
+
+class OwnError(ToolError):
+    """Of a module that the driver need not have."""
+
+
+def test_an_error_of_the_users_own_travels_as_its_base_with_its_traceback() -> None:
+    error = OwnError("it is down")
+    error.tool = "lookup"
+    packed = pack_trajectory(Trajectory.failed(task(0), error), task(0))
+    arrived = unpack_trajectory(packed, task(0), {}).error
+    assert type(arrived) is ToolError
+    assert (str(arrived), arrived.tool, arrived.retryable) == (
+        "OwnError: it is down",
+        "lookup",
+        True,
+    )
+    assert isinstance(arrived.__cause__, WorkerTraceback)
+    assert "OwnError: it is down" in str(arrived.__cause__)
+
+
+def test_what_cannot_be_pickled_fails_its_trajectory_only() -> None:
+    odd = replace(task(0), fields={"odd": lambda: 0})  # a loop may return another task
+    arrived = unpack_trajectory(pack_trajectory(ended(odd), task(0)), task(0), {})
+    assert isinstance(arrived.error, LoopError)
+    assert "cannot be pickled" in str(arrived.error)
+    assert arrived.task == task(0)
+    assert arrived.messages == task(0).messages
