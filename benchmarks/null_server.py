@@ -137,7 +137,8 @@ def _reply(ids: tuple[int, ...]) -> generation_pb2.GenerateResponse:
 
 async def serve(script: Script, gate: int) -> None:
     """Serves until standard input ends."""
-    server = grpc.aio.server()
+    # Callers ping while a call is open, which a server of gRPC refuses by default.
+    server = grpc.aio.server(options=(("grpc.http2.min_ping_interval_without_data_ms", 10_000),))
     service = NullServer(script, gate)
     generate: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(
         service.generate, request_deserializer=generation_pb2.GenerateRequest.FromString
