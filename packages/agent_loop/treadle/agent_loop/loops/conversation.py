@@ -84,6 +84,7 @@ class Conversation:
         self._task = task
         self._services = services
         self._tools = tuple(tools)
+        self._shown = sorted(tool.name for tool in self._tools)
         self._messages = list(task.messages)
         rendered = services.renderer.render(task.messages, tools=self._tools)
         self._transcript = Transcript(rendered.ids, images=rendered.images)
@@ -216,13 +217,13 @@ class Conversation:
             Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
             for bad in parsed.malformed
         )
-        shown = sorted(tool.name for tool in self._tools)
         self._findings.extend(
             Finding(
-                kind="unknown_tool", text=f"the model called {call.name!r}; it was shown {shown}"
+                kind="unknown_tool",
+                text=f"the model called {call.name!r}; it was shown {self._shown}",
             )
             for call in parsed.message.tool_calls
-            if call.name not in shown
+            if call.name not in self._shown
         )
         self._activity = "between turns"
         return Turn(parsed=parsed, finish=completion.finish)
