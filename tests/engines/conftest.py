@@ -1,3 +1,5 @@
+import atexit
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import running_server
 
 CONTEXT_LENGTH = "1024"
+atexit.register(gc.freeze)  # Each file is a process with transformers: no last search for garbage.
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,8 @@ Writes figures and what was seen to the file ANSWER. The exit status is 0 if the
 `FAILED` if it does not and `SKIPPED` if it cannot run here. Without the file the check crashed.
 """
 
+import atexit
+import gc
 import importlib
 import json
 import sys
@@ -43,6 +45,7 @@ def from_json(text: str) -> Context:
 
 def main() -> int:
     """Runs the check that the command line names; returns the exit status."""
+    atexit.register(gc.freeze)  # As the trainer's processes: no last search for garbage.
     table, name, context, answer = sys.argv[1:]
     check: Check = next(c for c in importlib.import_module(table).CHECKS if c.name == name)
     figures: Figures = {}
