@@ -33,6 +33,7 @@ from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.training_loop.context import Sampled, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups, gather, has_signal
 from treadle.trainer.training_loop.groups import Group, NoGroupLeftError, is_trainable, make_batch
+from treadle.trainer.training_loop.schedules.step import saves
 
 _PROMPTS = 3
 
@@ -89,6 +90,10 @@ class _Context:
     surplus: Sequence[Group] = ()
     notes: list[str] = field(default_factory=list)
     greedy_fails: bool = False
+
+    @property
+    def total_steps(self) -> int | None:
+        return self.config.schedule.total_steps
 
     def __post_init__(self) -> None:
         unused = cast(Any, None)
@@ -214,37 +219,96 @@ def test_without_dynamic_sampling_a_step_is_its_batch_of_rows() -> None:
     assert (found.metrics, context.batches) == ({}, 7)
 
 
-@settings(max_examples=50, deadline=None)
+_TOTAL_STEPS = 6
+_Trained = tuple[list[str], dict[str, float]]
+"""Of a step: its groups, and its metrics."""
+
+
+class _SyncRun:
+    """A run of `schedule.kind=sync` without processes, move by move.
+
+    The data cursor and the surplus are those of the real `gather`; a checkpoint has the metrics of
+    its step, and nothing else of them.
+    """
+
+    def __init__(self, config: Config, signal: Sequence[Sequence[bool | None]]) -> None:
+        self._config, self._signal = config, signal
+        self._kept = (0, 0, dict[int, _Trained]())
+        self.resume()
+
+    def resume(self) -> None:
+        """Begins, or is killed and begins again from its latest checkpoint."""
+        step, batches, trained = self._kept
+        self.trained, self._step = dict(trained), step + 1
+        self._context = _Context(self._config, self._signal, batches=batches)
+        self._found: StepGroups | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps are trained."""
+        return self._step > _TOTAL_STEPS
+
+    def move(self) -> None:
+        """Samples, trains, or ends a step, which may save a checkpoint."""
+        if self._found is None:
+            self._found = self._sample()
+        elif self._step not in self.trained:
+            self.trained[self._step] = (_ids(self._found.groups), self._found.metrics)
+        else:
+            if self._saves:
+                batches = int(self._found.metrics.get("data/batches", self._step))
+                self._kept = (self._step, batches, dict(self.trained))
+            self._step, self._found = self._step + 1, None
+
+    @property
+    def _saves(self) -> bool:
+        return saves(cast(TrainingContext, self._context), self._step)
+
+    def _sample(self) -> StepGroups:
+        context, before = self._context, self._context.batches
+        found = _gather(context, self._step, keep_surplus=not self._saves)
+        batches = {int(t.task.task_id[6:].split(".")[0]) for t in found.trajectories}
+        # Every batch of rows, in order, and each of them whole.
+        assert sorted(batches) == list(range(before + 1, context.batches + 1))
+        assert len(found.trajectories) == len(batches) * 2 * _PROMPTS
+        assert len(context.surplus) < _PROMPTS
+        trainable = [is_trainable(group, context.estimator) for group in found.groups]
+        if any(trainable) and self._config.algorithm.dynamic_sampling:
+            lost = found.metrics["sampling/groups_failed"]
+            assert all(trainable)
+            assert len(trainable) == _PROMPTS if not lost else len(trainable) <= _PROMPTS
+        return found
+
+
+@settings(max_examples=40, deadline=None)
 @given(
     signal=st.lists(
-        st.tuples(*[st.sampled_from([True, False, None])] * _PROMPTS), min_size=1, max_size=8
+        st.tuples(*[st.sampled_from([True, True, False, None])] * _PROMPTS), min_size=1, max_size=8
     ),
-    saves=st.lists(st.booleans(), min_size=2, max_size=6),
-    bound=st.integers(1, 4),
+    bound=st.one_of(st.none(), st.integers(1, 4)),
+    every=st.integers(1, 3),
+    lives=st.lists(st.integers(0, 3 * _TOTAL_STEPS), max_size=4),
 )
-def test_a_run_that_resumes_gathers_what_the_other_does(
-    signal: list[tuple[bool | None, ...]], saves: list[bool], bound: int
+def test_a_run_that_is_killed_between_its_moves_trains_what_an_undisturbed_one_does(
+    signal: list[tuple[bool | None, ...]], bound: int | None, every: int, lives: list[int]
 ) -> None:
-    config = _config(dynamic_sampling="reward", max_generation_batches=bound)
-    context = _Context(config, signal)
-    whole, resumed = [], None
-    for step, saved in enumerate(saves, start=1):
-        found = _gather(context, step, keep_surplus=not saved)
-        whole.append(_ids(found.groups))
-        lost = found.metrics["sampling/groups_failed"]
-        if any(is_trainable(group, context.estimator) for group in found.groups):
-            assert all(is_trainable(group, context.estimator) for group in found.groups)
-            assert len(found.groups) == _PROMPTS if not lost else len(found.groups) <= _PROMPTS
-        else:  # nothing is left to train on
-            assert len(found.groups) == lost
-        assert len(context.surplus) < _PROMPTS
-        if resumed is not None:
-            again = _gather(resumed, step, keep_surplus=not saved)
-            assert (_ids(again.groups), again.metrics) == (whole[-1], found.metrics)
-        if saved:  # all that a checkpoint has
-            resumed = _Context(config, signal, batches=int(found.metrics["data/batches"]))
+    algorithm = {"dynamic_sampling": "reward", "max_generation_batches": bound} if bound else {}
+    config = _config(**algorithm)
+    of_run = {"save_every": every, "total_steps": _TOTAL_STEPS}
+    schedule = config.schedule.model_copy(update=of_run)
+    config = config.model_copy(update={"schedule": schedule})
+    undisturbed, killed = _SyncRun(config, signal), _SyncRun(config, signal)
+    for moves in lives:
+        for _ in range(moves):
+            if not killed.ended:
+                killed.move()
+        killed.resume()
+    for run in (undisturbed, killed):
+        while not run.ended:
+            run.move()
+    assert killed.trained == undisturbed.trained
     # No group is trained on twice.
-    trained = [each for groups in whole for each in groups]
+    trained = [each for groups, _ in killed.trained.values() for each in groups]
     assert len(set(trained)) == len(trained)
 
 
