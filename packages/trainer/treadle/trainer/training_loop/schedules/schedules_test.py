@@ -8,10 +8,13 @@ import asyncio
 import pickle
 import tempfile
 import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,6 +31,30 @@ from treadle.trainer.training_loop.schedules.rules import AsyncRule, OverlapRule
 from treadle.trainer.training_loop.schedules.testing import group_of, tasks_of
 
 _TOTAL_STEPS = 6
+
+
+class _Disk(ThreadPoolExecutor):
+    """Writes only when it is told to, so that a kill may come before a file is written."""
+
+    def __init__(self) -> None:
+        super().__init__(max_workers=1)
+        self._held: list[tuple[Future[Any], Callable[[], Any]]] = []
+
+    def submit(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Keeps the work."""
+        future = Future[Any]()
+        self._held.append((future, partial(work, *args, **kwargs)))
+        return future
+
+    def write(self) -> None:
+        """Does what it was given."""
+        held, self._held = self._held, []
+        for future, work in held:
+            future.set_result(work())
+
+    def lose(self) -> None:
+        """Forgets it, as a kill does."""
+        self._held.clear()
 
 
 @dataclass
@@ -47,6 +74,8 @@ class Machine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = asyncio.new_event_loop()
+        self.disk = _Disk()
+        self.loop.set_default_executor(self.disk)
         self.directory = tempfile.TemporaryDirectory()
         self.files = Path(self.directory.name) / "groups"
         self.checkpoint = (0, QueueState(next_number=0), _History())
@@ -67,7 +96,7 @@ class Machine(RuleBasedStateMachine):
         self.store.remove_all_before(state.next_number, but=kept)
 
     def teardown(self) -> None:
-        self.loop.run_until_complete(self.store.flush())
+        self._flush()
         self.loop.close()
         self.directory.cleanup()
 
@@ -99,7 +128,15 @@ class Machine(RuleBasedStateMachine):
 
     async def _save(self, ended: Waiting) -> None:
         self.store.save(ended)
-        await self.store.flush()
+        await asyncio.sleep(0)  # the disk has it, and has not written it
+
+    @rule()
+    def flush(self) -> None:
+        self._flush()
+
+    def _flush(self) -> None:
+        self.disk.write()
+        self.loop.run_until_complete(self.store.flush())
 
     @precondition(lambda self: not self.queue.training and self.queue.version < _TOTAL_STEPS)
     @rule()
@@ -114,6 +151,7 @@ class Machine(RuleBasedStateMachine):
             assert [t.task for t in waiting.group.trajectories] == list(tasks_of(waiting.number))
             self.history.trained[waiting.number] = step
             self._check_age(waiting, step)
+        self.disk.write()  # a step waits for the files of its groups
         self.loop.run_until_complete(self.store.trained(batch))
 
     def _check_age(self, waiting: Waiting, step: int) -> None:
@@ -133,11 +171,19 @@ class Machine(RuleBasedStateMachine):
         step = self.queue.version + 1
         self.queue.published(step)
         if saves:
+            self._flush()  # as before every checkpoint
             self.checkpoint = (step, self.queue.state(), deepcopy(self.history))
             self.store.checkpointed(step)
 
-    @rule(damage=st.booleans(), data=st.data())
-    def kill(self, damage: bool, data: st.DataObject) -> None:
+    @rule(damage=st.booleans(), half=st.booleans(), data=st.data())
+    def kill(self, damage: bool, half: bool, data: st.DataObject) -> None:
+        if half and self.store._writing:
+            number = min(self.store._writing)
+            (self.files / f"group-{number:010d}.partial").write_bytes(b"half of it")
+        self.disk.lose()
+        for task in asyncio.all_tasks(self.loop):
+            task.cancel()
+        self.loop.run_until_complete(asyncio.sleep(0))
         files = sorted(self.files.iterdir())
         if damage and files:
             file = data.draw(st.sampled_from(files))
