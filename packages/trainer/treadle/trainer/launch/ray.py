@@ -27,6 +27,7 @@ import platform
 import re
 import shutil
 import signal
+import socket
 import sys
 from collections.abc import Awaitable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -44,13 +45,14 @@ from treadle.trainer.launch.process import (
 )
 from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
 
-__all__ = ["RayLauncher", "RayProcess"]
+__all__ = ["RayLauncher", "RayProcess", "gpus_of_nodes"]
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "grpcio", "protobuf", "pydantic")
 _OBJECT_STORE_BYTES = 128 << 20  # nothing large goes through it
 _STARTED_CPUS = 1024
 # How much longer than the process an actor may take to answer; one that stands still never does.
 _ANSWER_S = 10.0
+_CONNECT_S = 5.0
 _HOLD_AGAIN_S = 1.0
 _PROBE = (
     "import importlib.metadata as m, json, platform, sys;"
@@ -60,6 +62,30 @@ _PROBE = (
 )
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+
+def gpus_of_nodes(address: str) -> list[int]:
+    """Returns the number of GPUs of each node of a running cluster, most first; starts nothing.
+
+    Raises:
+        ProcessError: It cannot be reached.
+    """
+    host, _, port = address.rpartition(":")
+    try:
+        if port.isdecimal():  # Ray itself waits a minute for a host that is not there
+            socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        import ray
+
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ProcessError(f"Ray at {address}: {error}") from None
+    try:
+        nodes = ray.nodes()  # type: ignore[no-untyped-call]
+        gpus = (int(node["Resources"].get("GPU", 0)) for node in nodes if node["Alive"])
+        return sorted(gpus, reverse=True)
+    finally:
+        ray.shutdown()
 
 
 class SilentActorError(ProcessError):

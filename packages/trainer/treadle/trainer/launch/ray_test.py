@@ -1,5 +1,6 @@
 """Tests with a real Ray, which `ray.init` starts."""
 
+import asyncio
 import contextlib
 import hashlib
 import os
@@ -15,7 +16,7 @@ import ray
 
 from treadle.trainer.config.schema import RayLaunchConfig
 from treadle.trainer.launch.process import ProcessError, ProcessSpec, wait_until_ended
-from treadle.trainer.launch.ray import RayLauncher
+from treadle.trainer.launch.ray import RayLauncher, gpus_of_nodes
 from treadle.trainer.launch.topology import Devices
 
 _PROGRAM = """
@@ -152,6 +153,7 @@ async def test_processes_have_the_gpus_of_their_topology(
                 await process.ready(300)
                 seen += re.findall(r"with ([\d,]+) child", await process.log_tail())
         assert seen == ["0", "0,1", "2"]
+        assert await asyncio.to_thread(gpus_of_nodes, cluster.address) == [3, 3]
         # The GPUs are free again, and more of them are not there.
         more = config.model_copy(update={"gpus_per_node": 4, "start_deadline_s": 3.0})
         with pytest.raises(ProcessError, match=r"gpus_per_node=4: .* its nodes have 3, 3"):

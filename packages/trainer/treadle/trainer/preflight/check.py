@@ -6,7 +6,7 @@ another. `--dry-run` and a run make the same checks: what one says, the other do
 differs: a machine without any GPU can plan a run for one that has some.
 
 Not known before a start: whether servers and policy fit their devices (the plan has an estimate),
-and what a Ray cluster has.
+and what a Ray cluster has (a plan asks it, and a run waits for it).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
 from treadle.trainer.policy.megatron.vision.shape import NAMING
 from treadle.trainer.preflight.describe import describe, memory_line
-from treadle.trainer.preflight.devices import check_gpus, device_rows
+from treadle.trainer.preflight.devices import ask_cluster, check_gpus, device_rows
 from treadle.trainer.preflight.model_checks import (
     check_blocks,
     check_config_file,
@@ -170,6 +170,7 @@ class _Checks:
         self._plan: Plan | None = None
         self._server_answer: str | None = None
         self._gpus: tuple[Gpu, ...] = ()
+        self._cluster: str | None = None
 
     def _check(self) -> AbstractContextManager[bool | None]:
         return self._problems.collected()
@@ -326,6 +327,8 @@ class _Checks:
         """Looks for the GPUs; see `check_gpus`."""
         with self._check():
             self._gpus = check_gpus(self._config, needed=needed)
+        if not needed:  # a run reserves its GPUs as it starts
+            self._cluster = ask_cluster(self._config)
 
     def result(self) -> CheckedRun:
         """Returns the run.
@@ -354,7 +357,7 @@ class _Checks:
         details = (
             *describe(config, self._own, inputs, self._architecture),
             ("memory of a policy rank", line),
-            *device_rows(config, self._architecture, memory, self._gpus),
+            *device_rows(config, self._architecture, memory, self._gpus, self._cluster),
         )
         if self._server_answer is not None:
             details = (*details, ("server settings", self._server_answer))

@@ -13,6 +13,7 @@ wait in their queue, but one must fit.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +22,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.gpus import Gpu, find_gpus
+from treadle.trainer.launch.process import ProcessError
 from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.preflight.describe import size_in_words
 from treadle.trainer.preflight.device_table import Block, aligned, blocks
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     from treadle.trainer.policy.megatron.architecture import Architecture
     from treadle.trainer.policy.megatron.memory import RankMemory
 
-__all__ = ["check_gpus", "device_rows", "found_gpus", "topology_rows"]
+__all__ = ["ask_cluster", "check_gpus", "device_rows", "found_gpus", "topology_rows"]
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 _TAKES_A_PART = ("vllm", "sglang")
@@ -61,13 +63,41 @@ def check_gpus(config: AnyConfig, *, needed: bool) -> tuple[Gpu, ...]:
     return found
 
 
+def ask_cluster(config: AnyConfig) -> str | None:
+    """Returns what a running Ray cluster has for the run; None: the run asks for none of it.
+
+    A cluster that lacks something is no error: nodes may join until the run starts, and after.
+    """
+    launch = config.launch
+    if launch.kind != "ray" or launch.address is None or not launch.gpus_per_node:
+        return None
+    from treadle.trainer.launch.ray import gpus_of_nodes
+
+    try:
+        nodes = gpus_of_nodes(launch.address)
+    except ProcessError as error:
+        return f"no cluster ({error}): the plan is for another, and a run would stop here"
+    enough = sum(gpus >= launch.gpus_per_node for gpus in nodes)
+    has = f"{len(nodes)} nodes in the cluster, with {', '.join(map(str, nodes))} GPUs"
+    if enough >= launch.nodes:
+        return f"{has}; some may be in use"
+    return (
+        f"{has}: {enough} of launch.nodes={launch.nodes} with launch.gpus_per_node="
+        f"{launch.gpus_per_node}; a run would wait launch.start_deadline_s for the others"
+    )
+
+
 def _on_cluster(config: AnyConfig) -> bool:
     """Whether processes may be on other machines; Ray without an address has this one only."""
     return config.launch.kind == "ray" and config.launch.address is not None
 
 
 def device_rows(
-    config: Config, architecture: Architecture, memory: RankMemory, found: Sequence[Gpu]
+    config: Config,
+    architecture: Architecture,
+    memory: RankMemory,
+    found: Sequence[Gpu],
+    cluster: str | None = None,
 ) -> Iterator[tuple[str, str]]:
     """Yields (what, which) for the plan; nothing if GPUs are not assigned.
 
@@ -76,6 +106,7 @@ def device_rows(
         architecture: Of its model.
         memory: Of a policy rank.
         found: The GPUs of this machine.
+        cluster: What `ask_cluster` returned.
     """
     topology = make_topology(config)
     if topology is None:
@@ -94,7 +125,14 @@ def device_rows(
     lacking = {part for need in needs for part in need.lacking}
     if lacking:
         yield "  to make it fit", "; ".join(_ADVICE[part] for part in sorted(lacking))
-    yield "  found", found_gpus(config, found)
+    if memory.host:
+        most = max(Counter(rank.node for rank in topology.ranks).values())
+        yield (
+            "  host memory",
+            f"about {size_in_words(most * memory.host)} on a node with {most} ranks, for what "
+            "policy.offload takes off the GPUs",
+        )
+    yield "  found", cluster or found_gpus(config, found)
 
 
 def topology_rows(config: AnyConfig) -> Iterator[tuple[str, str]]:

@@ -8,10 +8,11 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.gpus import Gpu
+from treadle.trainer.launch.process import ProcessError
 from treadle.trainer.policy.megatron.architecture import Architecture
 from treadle.trainer.policy.megatron.memory import RankMemory
 from treadle.trainer.preflight import devices
-from treadle.trainer.preflight.devices import check_gpus, device_rows
+from treadle.trainer.preflight.devices import ask_cluster, check_gpus, device_rows
 
 _MEMORY = RankMemory(peak=30_000_000_000, between=2_000_000_000, host=0)
 _80_GB = Gpu(
@@ -83,6 +84,43 @@ def test_ray_on_this_machine_finds_its_gpus(monkeypatch: pytest.MonkeyPatch) -> 
     assert _rows(config, *check_gpus(config, needed=True))["  found"].startswith(
         "1 on this machine"
     )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "says"),
+    [
+        ([8, 8, 4], "3 nodes in the cluster, with 8, 8, 4 GPUs; some may be in use"),
+        ([8, 4], "1 of launch.nodes=2 with launch.gpus_per_node=8; a run would wait"),
+        (ProcessError("refused"), "no cluster (refused): the plan is for another"),
+    ],
+)
+def test_a_plan_asks_the_cluster(
+    monkeypatch: pytest.MonkeyPatch, nodes: list[int] | Exception, says: str
+) -> None:
+    def answer(address: str) -> list[int]:
+        assert address == "head:6379"
+        if isinstance(nodes, Exception):
+            raise nodes
+        return nodes
+
+    monkeypatch.setattr("treadle.trainer.launch.ray.gpus_of_nodes", answer)
+    config = _config(
+        "launch=ray", "launch.nodes=2", "launch.gpus_per_node=8", "launch.address=head:6379"
+    )
+    said = ask_cluster(config)
+    assert said is not None and says in said
+    architecture = Architecture.from_folder(DEMO.parent / "model")
+    assert dict(device_rows(config, architecture, _MEMORY, (), said))["  found"] == said
+    assert ask_cluster(_config("launch.gpus_per_node=8")) is None
+
+
+def test_what_is_offloaded_needs_memory_of_the_host() -> None:
+    memory = replace(_MEMORY, host=10_000_000_000)
+    config = _config("launch.nodes=2", "launch.gpus_per_node=8", "policy.parallel.data=12")
+    architecture = Architecture.from_folder(DEMO.parent / "model")
+    rows = dict(device_rows(config, architecture, memory, ()))
+    assert rows["  host memory"].startswith("about 80 GB on a node with 8 ranks")
+    assert "  host memory" not in _rows(config)
 
 
 def test_a_server_holds_weights_and_a_cache() -> None:
