@@ -23,6 +23,7 @@ What another program leaves in /dev/shm meanwhile is reported too: on a machine 
 """
 
 import argparse
+import json
 import shutil
 import signal
 import sys
@@ -32,6 +33,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from pathlib import Path
+from statistics import fmean
 
 from soak.bad_requests import BadRequests, Target, check_good_requests
 from soak.checks import (
@@ -345,7 +347,7 @@ class Soak:
             return
         self._judge_processes(but=())
         took = time.monotonic() - self._began
-        self._step_s = took / (self._steps + 3)
+        self._step_s = _mean_step_s(self._reference)
         self._log.write("round", "undisturbed", seconds=round(took, 1))
         self._check_files()
         with services(self._directory / "services.log", self._environment) as standing:
@@ -429,6 +431,12 @@ class Soak:
     def _check(self, problems: Sequence[str]) -> None:
         for problem in problems:
             self._log.violation(problem)
+
+
+def _mean_step_s(run: Path) -> float:
+    """Returns how long a step took."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return fmean(line["time/step_s"] for line in map(json.loads, lines) if line["step"])
 
 
 @contextmanager
