@@ -41,7 +41,7 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert not any("workers/live" in line for line in alone.metrics())
     log = (helped.run_dir / "logs" / "trainer.log").read_text(encoding="utf-8")
     assert "loop worker worker-0 (pid " in log
-    assert "was ended by SIGKILL; its log ends with:" in log
+    assert "was ended by SIGKILL on node " in log and "; its log ends with:" in log
     assert "the router (127.0.0.1:" in log
     assert _spans(helped) >= _spans(alone), "attempts that were lost may have left some more"
 

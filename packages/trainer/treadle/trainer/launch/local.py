@@ -10,6 +10,7 @@ import contextlib
 import json
 import logging
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -129,13 +130,13 @@ class LocalProcess:
                     assert self._child is not None
                     if (status := self._child.returncode) is not None:
                         raise ProcessError(
-                            f"{self.name} {describe_exit(status)} before it served; "
+                            f"{self.name} {self.describe_end(status)} before it served; "
                             f"{self.log_path} ends with:\n{await self.log_tail()}"
                         )
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
             raise ProcessError(
-                f"{self.name} did not serve within {deadline_s:g} s; "
+                f"{self.name} on node {platform.node()} did not serve within {deadline_s:g} s; "
                 f"{self.log_path} ends with:\n{await self.log_tail()}"
             ) from None
         return str(json.loads(self._ready_path.read_text(encoding="utf-8"))["address"])
@@ -147,7 +148,7 @@ class LocalProcess:
 
     def describe_end(self, status: int) -> str:
         """See `Process.describe_end`."""
-        return describe_exit(status)
+        return f"{describe_exit(status)} on node {platform.node()}"
 
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""

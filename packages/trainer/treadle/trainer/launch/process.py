@@ -94,7 +94,7 @@ class Process(Protocol):
         ...
 
     def describe_end(self, status: int) -> str:
-        """Returns how it ended, and on which node if not on this machine, for a message.
+        """Returns how it ended, and on which node, for a message.
 
         Args:
             status: What `wait` returned.

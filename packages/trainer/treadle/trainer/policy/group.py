@@ -53,6 +53,8 @@ __all__ = ["PolicyError", "PolicyGroup"]
 _log = logging.getLogger(__name__)
 
 _GRACE_S = 5.0
+_TAIL = 20
+"""Lines of a rank's log in an error."""
 _Parts = Callable[[], Sequence[Frame]]
 
 
@@ -365,7 +367,7 @@ class PolicyGroup:
             return 1 if isinstance(answer, _Lost) else 3
 
         number = min(range(len(answers)), key=lambda n: consequence(answers[n]))
-        answer, process = answers[number], self._ranks[number].process
+        answer, rank = answers[number], self._ranks[number]
         if isinstance(answer, Failed) and answer.kind in ("input", "checkpoint"):
             message = answer.message.partition(": ")[2]
             return PolicyError(message, from_input=True)
@@ -376,12 +378,15 @@ class PolicyGroup:
                 if answer.kind == "peer"
                 else ""
             )
+            told = answer.traceback.rstrip()
+            tail = await rank.process.log_tail(_TAIL + told.count("\n") + 1)
+            log = tail.replace(told, "(this traceback)")  # the rank logs what it tells
             return PolicyError(
-                f"policy rank {number} failed: {answer.message}{limit}\n"
-                f"{answer.traceback.rstrip()}",
+                f"policy rank {number} ({rank.process_text}) failed: {answer.message}{limit}\n"
+                f"{told}\nIts log ends with:\n{log}",
                 lost=answer.kind == "peer",
             )
-        return await self._lost(number, process, f" ({self._ranks[number].process_text})")
+        return await self._lost(number, rank.process, f" ({rank.process_text})")
 
     async def _lost(self, number: int, process: Process, place: str = "") -> PolicyError:
         """Returns how a rank ended that answers no more."""

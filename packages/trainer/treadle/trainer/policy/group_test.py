@@ -121,9 +121,16 @@ async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_i
             os.kill(pid, signal.SIGCONT)
             logger.removeHandler(handler)
         half = (*_sequences()[:1], replace(_sequences()[1], rollout_logprobs=None))
+        with launcher.processes["policy-0"].log_path.open("a") as log:
+            log.write("what the rank said last\n")
         with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as failed:
             await group.call(_update(half))
     assert not failed.value.from_input
+    text = str(failed.value)
+    assert text.startswith(f"policy rank 0 (pid {pid} on {platform.node()}) failed: ")
+    assert text.count("Traceback") == 1
+    log = text.partition("\nIts log ends with:\n")[2]
+    assert "what the rank said last" in log and log.endswith("failed\n(this traceback)")
     assert "no answer to Specs for 0.05 s: policy rank 0 is at " in handler.said[0]
     assert f"policy rank 0 (pid {pid} on " in handler.said[-1]
     assert ") has given no sign of life for " in handler.said[-1]
@@ -163,7 +170,7 @@ async def test_ranks_that_wait_for_each_other_for_ever_live_until_the_limit_of_t
     async with _group(tmp_path, model_path, parallel, **limits) as (group, _):
         await _check_that_ranks_answer_alike(group)
         began = asyncio.get_running_loop().time()
-        with pytest.raises(PolicyError, match="policy rank 0 failed: ") as error:
+        with pytest.raises(PolicyError, match=r"policy rank 0 \(pid .*\) failed: ") as error:
             await group._exchange([_update(), None])
         assert asyncio.get_running_loop().time() - began >= limits["collective_timeout_s"]
     assert "policy.collective_timeout_s=15" in str(error.value)
@@ -200,7 +207,7 @@ async def test_a_killed_rank_is_named(tmp_path: Path, model_path: Path) -> None:
     async with _group(tmp_path, model_path, ParallelConfig(pipeline=2)) as (group, launcher):
         await _check_that_ranks_answer_alike(group)
         os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
-        with pytest.raises(PolicyError, match=r"(?s)policy rank 1 was ended by SIGKILL"):
+        with pytest.raises(PolicyError, match="policy rank 1 was ended by SIGKILL on node"):
             await group.call(_update())
     assert await wait_until_ended(launcher.processes["policy-0"], 0) is not None
 

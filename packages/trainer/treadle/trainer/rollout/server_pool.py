@@ -24,7 +24,7 @@ left, and for all where servers lend their memory, since a start during a loan w
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Sequence, Set
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -432,10 +432,18 @@ class ServerPool:
                 return
 
     async def _bury(self, server: Server, end: str) -> None:
-        text = f"{server.name} ({server.address}) {end}"
+        await self._remove_with_log(server, f"{server.name} ({server.address}) {end}")
+
+    async def _remove_with_log(self, server: Server, cause: str) -> None:
         if server.process is not None:
-            text += f"; its log ends with:\n{await server.process.log_tail(10)}"
-        await self.remove(server.name, text)
+            cause += f"; its log ends with:\n{await server.process.log_tail(10)}"
+        await self.remove(server.name, cause)
+
+    async def _remove_refusing(self, failed: Mapping[str, str]) -> None:
+        """Removes the servers that did not take an update, by name with the cause."""
+        for name, cause in failed.items():
+            if (server := self._rotation.get(name)) is not None:
+                await self._remove_with_log(server, cause)
 
     async def remove(self, name: str, cause: str) -> None:
         """Takes a server out of the rotation and ends its process. Idempotent.
@@ -621,8 +629,7 @@ class ServerPool:
                 if error.outcome is Outcome.FATAL or len(clients) == len(self._rotation):
                     raise
                 failed = {client.name: str(error) for client in clients}
-            for name, cause in failed.items():
-                await self.remove(name, cause)
+            await self._remove_refusing(failed)
         await self._route_to_new()
 
     async def _resync_attached(self, server: Server) -> None:
@@ -667,8 +674,7 @@ class ServerPool:
                     raise
         if report.failed:
             await self.check_health(after_failure=True)  # the end of a process is the better cause
-        for name, cause in report.failed.items():
-            await self.remove(name, cause)
+        await self._remove_refusing(report.failed)
         self._weight_version = version
         await self._route_to_new()
         return report

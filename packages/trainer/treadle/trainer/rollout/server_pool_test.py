@@ -315,10 +315,13 @@ async def test_a_server_that_came_back_is_given_the_new_version_with_the_others(
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_does_not_take_the_version_leaves_the_rotation() -> None:
+async def test_a_server_that_does_not_take_the_version_leaves_the_rotation(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with _pool(_Launcher(), _Publisher(refusing=["rollout-1"])) as pool:
         await pool.sync_weights(4)
         assert pool.names == ["rollout-0"]
+    assert "rollout server lost: refused; its log ends with:\nits last words" in caplog.text
 
 
 @pytest.mark.asyncio
@@ -348,7 +351,9 @@ async def test_servers_that_take_nothing_and_live_end_the_run() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_restarted_server_that_takes_no_weights_ends_the_run_only_if_it_is_alone() -> None:
+async def test_a_restarted_server_that_takes_no_weights_ends_the_run_only_if_it_is_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     publisher = _Publisher()
     async with _pool(_Launcher(), publisher) as pool:
         await pool.resync(["rollout-1"])
@@ -358,6 +363,7 @@ async def test_a_restarted_server_that_takes_no_weights_ends_the_run_only_if_it_
         await pool.resync(["rollout-1"])
         assert pool.names == ["rollout-0"]
         assert publisher.published[1:] == [(3, ["rollout-1"])]
+        assert "no server took it; its log ends with:\nits last words" in caplog.text
         publisher.refusing = ["rollout-0"]
         with pytest.raises(WeightSyncError):
             await pool.resync(["rollout-0"])
@@ -472,6 +478,8 @@ async def test_a_server_that_dies_before_the_generator_is_connected_is_replaced(
         await pool.connect(Requirements())
         assert generator.addresses == left
         assert generator.num_connected == 2
+        if num_replicas > 1:
+            await pool.until_reached()
         await pool.ensure_healthy()
         assert pool.names == [f"rollout-{number}" for number in range(num_replicas)]
 
