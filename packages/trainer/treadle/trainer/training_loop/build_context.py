@@ -162,6 +162,7 @@ async def build_context(
             checkpoint=0 if checkpoint is None else checkpoint.step,
             new=resume_after is None,
         )
+        stack.callback(group_store.close)
         requirements = Requirements(
             tokenizer_sha256=inputs.renderer.tokenizer_sha256,
             vocab_size=inputs.renderer.vocab_size,

@@ -27,6 +27,8 @@ __all__ = ["control_servers"]
 
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
+_MAX_ADDING = 64
+"""Servers that are added at a time: each is asked how it is, and waits for the step's end."""
 
 
 @contextlib.asynccontextmanager
@@ -73,6 +75,9 @@ class _Control:
                 await self._answer(name, request.state, request.text)
             elif request.action == "drain":
                 await self._drain(name, request)
+            elif len(self._adding) >= _MAX_ADDING:
+                text = f"{_MAX_ADDING} servers are being added: add {request.which} after them"
+                await self._answer(name, "refused", text)
             else:
                 adding = asyncio.create_task(self._add(name, request.which))
                 self._adding.add(adding)

@@ -23,6 +23,9 @@ class Pool:
     asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
+    async def reach(self, address: str) -> "asyncio.Future[None]":
+        return asyncio.get_running_loop().create_future()  # until the step ends
+
     def rows(self) -> Sequence[ServerRow]:
         self.asked.release()
         return ()
@@ -56,3 +59,24 @@ async def test_a_disk_that_fails_is_said_once_and_requests_are_taken_when_it_is_
             await pool.asked.acquire()
         assert "3 that are open end there" in json.loads(answer.read_text())["text"]
     assert not list(directory.iterdir())
+
+
+@pytest.mark.asyncio
+async def test_no_more_servers_are_added_at_a_time_than_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_control, "_POLL_S", 0.001)
+    monkeypatch.setattr(server_control, "_MAX_ADDING", 2)
+    pool = Pool()
+    async with control_servers(cast(ServerPool, pool), tmp_path):
+        directory = make_directory(tmp_path)
+        for number in range(3):
+            request = Request(action="add", which=f"host:{number}")
+            (directory / "new").write_text(json.dumps(asdict(request)))
+            (directory / "new").rename(directory / f"{number}.request")
+            answer = directory / f"{number}.answer"
+            while not answer.exists():
+                await pool.asked.acquire()
+            told = json.loads(answer.read_text())
+            assert told["state"] == ("accepted" if number < 2 else "refused"), told
+        assert told["text"] == "2 servers are being added: add host:2 after them"

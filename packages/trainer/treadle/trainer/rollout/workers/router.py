@@ -54,6 +54,8 @@ class RunRouter:
 
     _LOOK_S: ClassVar[float] = 5.0
     _CALL_S: ClassVar[float] = 5.0
+    _SHARES_S: ClassVar[float] = 2.0
+    """A router that stands still must not hold up the end of a step for longer."""
 
     def __init__(
         self, launcher: Launcher, config: Config, *, on_lost: Callable[[Exception], None]
@@ -136,11 +138,15 @@ class RunRouter:
     async def occupied_s(self) -> Mapping[str, float]:
         """Returns by address for how long servers have had open sessions, at any worker.
 
-        As of the last answer, where the router gives none now.
+        As of the last answer, where the router gives none within 2 s.
         """
         assert self._admin is not None, "start comes first"
         try:
-            self._occupied_s = await self._admin.occupied_s()
+            async with asyncio.timeout(self._SHARES_S):
+                self._occupied_s = await self._admin.occupied_s()
+        except TimeoutError:
+            limit_s = self._SHARES_S
+            _log.warning("the router %s gave no answer for %g s", self._address, limit_s)
         except ReplicaUnavailableError as error:
             _log.warning("%s", error)
         return self._occupied_s

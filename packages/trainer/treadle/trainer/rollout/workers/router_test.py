@@ -47,7 +47,7 @@ async def _asked(address: str) -> AsyncIterator[RemoteRouter]:
 
 
 async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers_of_the_moment(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_worker_restarts=1"]
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -64,6 +64,11 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
             assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
             occupied_s = await router.occupied_s()
             assert occupied_s.keys() == {"127.0.0.1:2", "127.0.0.1:3"}
+            os.kill(first.pid, signal.SIGSTOP)
+            monkeypatch.setattr(RunRouter, "_SHARES_S", 0.01)
+            # A step does not wait for a router that stands still, and has the last answer.
+            assert await router.occupied_s() == occupied_s
+            assert f"the router {router.address} gave no answer for 0.01 s" in caplog.text
             os.kill(first.pid, signal.SIGKILL)
             second = await launcher.started.get()
             await second.ready(60.0)

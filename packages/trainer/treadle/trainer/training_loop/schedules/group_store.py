@@ -15,6 +15,10 @@ weights than the last checkpoint's sampled a token of it.
 
 A file holds the CRC-32 of a pickle of the trajectories without their tasks, which the row gives. It
 is read with the classes of `treadle` only, so that a file can run no code of somebody else.
+
+Who waits: two threads of the store for the disk. A disk that stands still holds these only, not
+those of the event loop that `treadle servers`, checkpoints and `on_step` share. What waits for them
+are groups that no step has trained on, which the schedule bounds; `trained` waits for its batch's.
 """
 
 import asyncio
@@ -23,6 +27,7 @@ import logging
 import pickle
 import zlib
 from collections.abc import Callable, Container, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -37,6 +42,7 @@ GROUPS: Final = "groups"
 """Folder of a run directory that holds the files."""
 _logger = logging.getLogger(__name__)
 _PICKLE_PROTOCOL: Final = 5
+_THREADS: Final = 2
 _NO_TASK: Final = AgentTask(
     task_id="",
     sample_index=0,
@@ -54,6 +60,7 @@ class GroupStore:
         tasks: Returns the tasks of a group by its number.
         checkpoint: Step of the last checkpoint; 0: the run begins.
         new: Whether the run is new: then files that are there are of another one, and removed.
+        threads: Write the files; None: two of the store's.
     """
 
     def __init__(
@@ -63,15 +70,21 @@ class GroupStore:
         tasks: Callable[[int], Sequence[AgentTask]],
         checkpoint: int,
         new: bool,
+        threads: Executor | None = None,
     ) -> None:
         self._directory = directory
         self._tasks = tasks
         self._checkpoint = checkpoint
-        self._writing: dict[int, asyncio.Task[None]] = {}
+        self._writing: dict[int, asyncio.Future[None]] = {}
+        self._threads = threads or ThreadPoolExecutor(_THREADS, thread_name_prefix="group-store")
         self._trained: set[int] = set()
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob("*" if new else "*.partial"):
             leftover.unlink()
+
+    def close(self) -> None:
+        """Begins no more writes; after `flush` none waits."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def load(self, number: int) -> Waiting | None:
         """Returns a group that had ended at the checkpoint's weights or before; None: it had not.
@@ -105,8 +118,8 @@ class GroupStore:
 
     def save(self, ended: Waiting) -> None:
         """Begins to write a group."""
-        work = asyncio.to_thread(self._write, ended)
-        self._writing[ended.number] = asyncio.create_task(work, name=f"store group {ended.number}")
+        loop = asyncio.get_running_loop()
+        self._writing[ended.number] = loop.run_in_executor(self._threads, self._write, ended)
 
     async def trained(self, batch: Sequence[Waiting]) -> None:
         """A step trains on the groups.

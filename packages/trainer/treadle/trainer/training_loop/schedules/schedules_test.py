@@ -5,6 +5,7 @@ number. What it trained is known, so that each row can be counted.
 """
 
 import asyncio
+import os
 import pickle
 import tempfile
 import zlib
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -75,7 +77,6 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.loop = asyncio.new_event_loop()
         self.disk = _Disk()
-        self.loop.set_default_executor(self.disk)
         self.directory = tempfile.TemporaryDirectory()
         self.files = Path(self.directory.name) / "groups"
         self.checkpoint = (0, QueueState(next_number=0), _History())
@@ -86,7 +87,9 @@ class Machine(RuleBasedStateMachine):
     def _open(self, *, new: bool) -> None:
         step, state, history = self.checkpoint
         self.history = deepcopy(history)
-        self.store = GroupStore(self.files, tasks=tasks_of, checkpoint=step, new=new)
+        self.store = GroupStore(
+            self.files, tasks=tasks_of, checkpoint=step, new=new, threads=self.disk
+        )
         self.queue = GroupQueue(
             rule=self.schedule, size=self.size, total_steps=_TOTAL_STEPS, version=step
         )
@@ -97,6 +100,7 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self._flush()
+        self.store.close()
         self.loop.close()
         self.directory.cleanup()
 
@@ -188,6 +192,7 @@ class Machine(RuleBasedStateMachine):
         if damage and files:
             file = data.draw(st.sampled_from(files))
             file.write_bytes(file.read_bytes()[:-1])
+        self.store.close()
         self._open(new=False)
 
     @invariant()
@@ -266,6 +271,23 @@ def test_a_group_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
         assert store.load(0) is None
 
     asyncio.run(keep())
+
+
+@pytest.mark.asyncio
+@pytest.mark.timeout(60)
+async def test_a_disk_that_stands_still_holds_no_thread_of_the_event_loop(tmp_path: Path) -> None:
+    store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
+    groups = [Waiting(number=n, birth=0, group=group_of(n)) for n in range(40)]
+    pipes = [tmp_path / f"group-{group.number:010d}.partial" for group in groups]
+    for pipe in pipes:
+        os.mkfifo(pipe)  # a write waits for who reads
+    for group in groups:
+        store.save(group)
+    assert await asyncio.to_thread(len, pipes) == 40  # more than that pool has threads
+    for pipe in pipes:
+        assert await asyncio.to_thread(pipe.read_bytes)
+    await store.flush()
+    store.close()
 
 
 def test_a_new_run_begins_without_the_groups_of_another(tmp_path: Path) -> None:
