@@ -100,7 +100,8 @@ def test_arguments_of_transformers_are_not_taken_for_the_templates() -> None:
 def test_a_tokenizer_with_a_method_of_its_own_keeps_it() -> None:
     class Loud(PreTrainedTokenizerFast):
         def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-            return super().apply_chat_template(*args, **kwargs).upper()
+            text: Any = super().apply_chat_template(*args, **kwargs)
+            return text.upper()
 
     assert "DONE" in both(make_tokenizer(kind=Loud), MESSAGES, None, {})
 
