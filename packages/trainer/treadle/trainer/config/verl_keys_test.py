@@ -107,6 +107,11 @@ def test_a_class_for_the_data_and_what_is_cut_of_long_prompts() -> None:
     assert filtered.config.data.overlong_prompts == "drop"
 
 
+def test_workers_of_verl_are_loop_workers() -> None:
+    given = _load("actor_rollout_ref.rollout.agent.num_workers=8")
+    assert (given.config.agent.num_workers, _load().config.agent.num_workers) == (8, 0)
+
+
 def test_losses_and_corrections_of_verl() -> None:
     given = _load(
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip-cov",
