@@ -17,14 +17,15 @@ from typing import Any
 # the policy computes the log-probabilities that it trains on itself.
 BATCHING = ("rollout/kl", "rollout/logprob_diff_")
 WALL_TIME = ("_s", "_per_second")
-TIME_SHARES = "/time_share/"
+TIME_SHARES = ("/time_share/", "/busy_")
 # Which trajectory is the slowest is a matter of wall time, and so are its lengths.
 SLOWEST = "agent_loop/slowest/"
 
 
 def is_compared(metric: str) -> bool:
     """Returns whether two runs of the same code agree on a metric bit for bit."""
-    timed = metric.startswith("time/") or metric.endswith(WALL_TIME) or TIME_SHARES in metric
+    timed = metric.startswith("time/") or metric.endswith(WALL_TIME)
+    timed |= any(part in metric for part in TIME_SHARES)
     return not timed and not metric.startswith((SLOWEST, *BATCHING))
 
 

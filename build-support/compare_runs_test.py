@@ -23,6 +23,7 @@ def status(tmp_path: Path, first: list[dict[str, float]], second: list[dict[str,
         {"agent_loop/slowest/response_tokens": 12.0},
         {"rollout/kl": 2e-9},
         {"rollout/logprob_diff_max": 1e-6},
+        {"servers/time_share/decode": 0.5, "servers/busy_min": 0.5},
     ],
 )
 def test_wall_times_and_what_depends_on_batching_are_left_out(
