@@ -7,8 +7,10 @@ many ids and whatever it says is read as a call of the tool.
 import asyncio
 import io
 import json
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import PIL.Image
@@ -49,7 +51,12 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     write_vision_model,
 )
 from treadle.rollout_server.testing.serving import serve_in_process
+from treadle.trainer.config.load import load_config
+from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.main import main
+from treadle.trainer.rollout.make_runner import RunnerSettings
+from treadle.trainer.rollout.workers import pool
+from treadle.trainer.rollout.workers.handover import PackedTrajectory
 
 
 class EverythingIsACall:
@@ -218,6 +225,73 @@ def test_an_evaluation_shows_the_images_of_its_rows(
     assert json.loads((out / "results.json").read_text())["scores"][-1]["failed"] == 0
     kept = {path.read_bytes() for path in (out / "trajectories" / "images").iterdir()}
     assert kept == {picture(48, 24).data, picture(40, 40).data}
+
+
+@pytest.mark.asyncio
+async def test_a_loop_worker_does_not_send_back_the_images_of_a_row(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = picture(480, 240)
+    (tmp_path / "reward.py").write_text("def score(trajectory):\n    return 1.0\n")
+    config = load_config(
+        [],
+        [
+            f"model.path={directory}",
+            f"data.train_files={tmp_path / 'rows.parquet'}",
+            "agent.num_workers=1",
+            "rollout.prompt_length=1000",
+            "rollout.response_length=8",
+            f"reward.name={tmp_path / 'reward.py'}:score",
+        ],
+    ).config
+    tasks = [
+        AgentTask(
+            task_id="train/0",
+            sample_index=0,
+            rollout_index=index,
+            loop="tool_agent",
+            messages=(Message(role="user", content="See <image>!", images=(image,)),),
+            seed=index,
+        )
+        for index in range(8)
+    ]
+    received: list[int] = []
+    unpack = pool.unpack_trajectory
+
+    def measured(packed: PackedTrajectory, *args: Any) -> Trajectory:
+        received.append(len(pickle.dumps(packed, protocol=5)))
+        return unpack(packed, *args)
+
+    monkeypatch.setattr(pool, "unpack_trajectory", measured)
+    ended: list[Trajectory] = []
+
+    async def sink(trajectory: Trajectory) -> None:
+        ended.append(trajectory)
+
+    model = ModelInfo(architecture="Fake", vocab_size=262, context_length=1024)
+    engine = FakeEngine(model=model, clock=asyncio.get_running_loop())
+    async with (
+        serve_in_process(engine) as server,
+        LocalLauncher(tmp_path / "logs") as launcher,
+        pool.loop_workers(
+            launcher,
+            config,
+            servers=[server],
+            requirements=Requirements(capabilities=frozenset({"sampled_logprobs", "images"})),
+            loops=frozenset({"tool_agent"}),
+            images=True,
+        ) as (workers, _),
+    ):
+        settings = RunnerSettings(sampling=SamplingParams(max_tokens=8), min_weight_version=0)
+        await workers.runner(settings, max_in_flight=8).run(tasks, sink)
+    assert [t.error for t in ended] == [None] * 8
+    shown = [placed.image for t in ended for placed in t.tokens.images]
+    shown += [each for t in ended for message in t.messages for each in message.images]
+    assert len(shown) == 16
+    assert all(each is image for each in shown), "the driver's own, and no copy"
+    assert len(received) == 8
+    num_tokens = sum(len(t.tokens.ids) for t in ended)
+    assert sum(received) < 12 * num_tokens + 8 * 1500, f"an image has {len(image.data)} bytes"
 
 
 @pytest.mark.asyncio
