@@ -6,7 +6,8 @@ Invariants:
    the images of the task, wherever the trajectory shows them again; the driver has them. Another
    image travels once per trajectory.
 2. The values of tokens, images and chosen experts are frames: the driver copies each once, out of
-   the message, and makes no object per token. `TypedArray`s are views over them.
+   the message, and makes no object per token. Log-probabilities travel of sampled tokens only,
+   where the others are 0; the driver fills these in.
 3. Whatever a user's code puts into a trajectory, it can be packed: a foreign error becomes the
    nearest of `agent_loop.errors`, and a trajectory that cannot be pickled becomes a failed one.
 
@@ -19,7 +20,7 @@ pickled as they are.
 import pickle
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from itertools import islice
 from operator import attrgetter
@@ -28,9 +29,11 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from treadle.agent_loop import (
     AgentTask,
+    FloatArray,
     Image,
     LoopError,
     Message,
+    Origin,
     PlacedImage,
     RolloutError,
     RoutedExperts,
@@ -54,6 +57,7 @@ PackedTrajectory: TypeAlias = tuple[bytes, tuple[bytes | PickleBuffer, ...]]
 """A pickle of plain values, and the frames that it refers to (pickle protocol 5)."""
 
 _ERRORS = "treadle.agent_loop.errors"
+_FLOAT_BYTES = 4
 
 
 class WorkerLostError(RolloutError):
@@ -71,7 +75,7 @@ class _Form(Generic[T]):
     """Takes objects of a frozen dataclass apart into columns, and makes them again.
 
     Args:
-        kind: The class; it has slots, and at least two fields that are not nested.
+        kind: The class; it has slots.
         nested: Fields that the caller takes apart.
     """
 
@@ -104,7 +108,7 @@ class _Form(Generic[T]):
 _TRAJECTORY = _Form(Trajectory, "task", "messages", "samples", "error")
 _MESSAGE = _Form(Message, "tool_calls", "images")
 _CALL = _Form(ToolCall)
-_TOKENS = _Form(Tokens, "spans", "images", "routed_experts")
+_TOKENS = _Form(Tokens, "logprobs", "spans", "images", "routed_experts")
 _SPAN = _Form(Span)
 _PLACED = _Form(PlacedImage, "image")
 _EXPERTS = _Form(RoutedExperts, "data")
@@ -218,7 +222,8 @@ def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
         return tokens
     experts = [] if tokens.routed_experts is None else [tokens.routed_experts]
     return [
-        _TOKENS.apart([tokens]),
+        tokens.ids,
+        PickleBuffer(_sampled(tokens)),
         _SPAN.apart(tokens.spans),
         _PLACED.apart(tokens.images),
         [number(placed.image) for placed in tokens.images],
@@ -230,14 +235,42 @@ def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
 def _tokens(apart: Any, images: list[Image]) -> Tokens:
     if isinstance(apart, Tokens):
         return apart
-    columns, spans, placed, numbers, experts, data = apart
+    ids, logprobs, columns, placed, numbers, experts, data = apart
+    spans = _SPAN.make(columns)
     [tokens] = _TOKENS.make(
-        columns,
-        [tuple(_SPAN.make(spans))],
+        [[ids]],
+        [FloatArray.of_buffer(_of_all(logprobs, spans, len(ids)))],
+        [tuple(spans)],
         [tuple(_PLACED.make(placed, [images[number] for number in numbers]))],
         [next(iter(_EXPERTS.make(experts, data)), None)],
     )
     return tokens
+
+
+def _sampled(tokens: Tokens) -> bytes | memoryview:
+    """Returns the log-probabilities of sampled tokens, or of all if another one has any."""
+    whole = tokens.logprobs.data.cast("B")
+    sampled = b"".join(whole[start:stop] for start, stop in _places(tokens.spans))
+    return sampled if _of_all(sampled, tokens.spans, len(tokens.ids)) == whole else whole
+
+
+def _of_all(logprobs: bytes, spans: Sequence[Span], length: int) -> bytes | bytearray:
+    """Returns the log-probabilities of all tokens, of what `_sampled` returned."""
+    if len(logprobs) == _FLOAT_BYTES * length:
+        return logprobs
+    whole, first = bytearray(_FLOAT_BYTES * length), 0
+    for start, stop in _places(spans):
+        last = first + stop - start
+        whole[start:stop] = logprobs[first:last]
+        first = last
+    return whole
+
+
+def _places(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+    """Yields where the memory of the log-probabilities of sampled tokens starts and stops."""
+    for span in spans:
+        if span.origin is Origin.SAMPLED:
+            yield _FLOAT_BYTES * span.start, _FLOAT_BYTES * span.stop
 
 
 def _portable(error: RolloutError) -> RolloutError:

@@ -63,9 +63,9 @@ def ended(of: AgentTask, *, num_turns: int = 1, part: int = 4, **changes: Any) -
         *(PlacedImage(image=image, start=0, num_tokens=1) for image in of.messages[0].images),
         PlacedImage(image=ZOOMED, start=2 * part, num_tokens=part),
     )
-    tokens = Tokens(
-        ids=range(length), logprobs=[-0.5] * length, spans=tuple(spans), images=placed, **changes
-    )
+    logprobs = [-token / 8 if token // part % 2 else 0.0 for token in range(length)]
+    values: dict[str, Any] = {"logprobs": logprobs}
+    tokens = Tokens(ids=range(length), spans=tuple(spans), images=placed, **(values | changes))
     return Trajectory(
         task=of,
         samples=(tokens,),
@@ -94,6 +94,8 @@ def test_a_trajectory_arrives_as_it_was() -> None:
     experts = RoutedExperts(first=0, num_layers=1, top_k=2, id_bytes=1, data=bytes(range(24)))
     whole = ended(task(0, SHOWN), routed_experts=experts)
     assert sent(whole, task(0, SHOWN), {}) == whole
+    everywhere = ended(task(), logprobs=[-0.5] * 12)
+    assert sent(everywhere, task(), {}) == everywhere
     several = replace(whole, samples=whole.samples * 2, sample_rewards=(), messages=())
     assert sent(several, task(0, SHOWN), {}) == several
     bare = replace(whole, samples=(), messages=whole.task.messages, sample_rewards=())
@@ -132,6 +134,8 @@ def test_a_token_is_no_object_in_the_driver() -> None:
         len(pack_trajectory(ended(task(), part=part), task())[0]) for part in (4, 10_000)
     )
     assert large - small < 100, "bytes that are no memory of arrays"
+    _, (ids, logprobs, *_) = pack_trajectory(ended(task(), part=10_000), task())
+    assert [memoryview(frame).nbytes for frame in (ids, logprobs)] == [3 * 40_000, 40_000]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
