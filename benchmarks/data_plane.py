@@ -1,14 +1,13 @@
 """The data plane: trajectories from worker processes over the driver to the policy's ranks.
 
-Workers make trajectories and hand them over by pickle, as loop workers do. The driver makes the
-batch of a step and gives it to the ranks, processes that do what a policy rank does before it
-computes: receive, and make sequences of what came::
+Workers make trajectories and hand them over as loop workers do: one by one, packed, over a link.
+The driver makes the batch of a step and gives it to the ranks, processes that do what a policy rank
+does before it computes: receive, and make sequences of what came::
 
     ./pants run benchmarks/data_plane.py -- --rounds 5
-    ./pants run benchmarks/data_plane.py -- --rounds 5 --whole --tokens 2000000
 
-`--whole` pickles the whole batch to every rank, as 33963a6 did: in a `git worktree` of that commit
-this file measures the code before, with fewer tokens, as each rank needs 95 bytes for one.
+A trajectory has tokens, and messages with as many characters per token as `--characters` says.
+Nothing is traced.
 
 The time begins when the workers hold their trajectories and ends when the last rank has its
 sequences. Memory is the growth of the resident set of the process, at its peak.
@@ -17,8 +16,8 @@ sequences. Memory is the growth of the resident set of the process, at its peak.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import multiprocessing
-import pickle
 import random
 import statistics
 import threading
@@ -29,12 +28,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from treadle.agent_loop import (
     AgentTask,
     Completion,
     FinishReason,
+    Image,
     Message,
     StopReason,
     TokenChunk,
@@ -43,7 +43,11 @@ from treadle.agent_loop import (
 )
 from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.trainer.policy.shards import Outgoing, assign, from_frames
 from treadle.trainer.policy.types import TrainSequence
+from treadle.trainer.rollout.workers.handover import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.link import Link
+from treadle.trainer.rollout.workers.messages import Asks, Ended
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 SAMPLES = 8  # of a row
@@ -61,7 +65,8 @@ class Round:
         first_s: The same, of the first rank that has its own.
         driver_cpu_s: Processor time of the driver for all of it, of all threads.
         rank_cpu_s: The same, of the rank that took most.
-        wire_bytes: That the driver sent.
+        worker_bytes: That the workers sent.
+        rank_wire_bytes: That the driver sent.
         held_bytes: Growth of the driver with the batch in its memory, before it sends.
         driver_bytes: Growth of the driver at its peak.
         rank_bytes: The same, of the rank with the most.
@@ -73,7 +78,8 @@ class Round:
     first_s: float
     driver_cpu_s: float
     rank_cpu_s: float
-    wire_bytes: int
+    worker_bytes: int
+    rank_wire_bytes: int
     held_bytes: int
     driver_bytes: int
     rank_bytes: int
@@ -92,7 +98,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4_096, help="tokens of a trajectory")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--whole", action="store_true", help="the whole batch to every rank")
+    parser.add_argument("--characters", type=float, default=3.0, help="of text for a token")
     args = parser.parse_args()
     rounds = [in_process(measure, args) for _ in range(args.rounds)]
     tokens = args.tokens // (args.length * SAMPLES) * args.length * SAMPLES
@@ -105,7 +111,8 @@ def main() -> None:
         "all, s": [r.whole_s for r in rounds],
         "driver, s of processor time": [r.driver_cpu_s for r in rounds],
         "rank with the most, s of it": [r.rank_cpu_s for r in rounds],
-        "bytes a token on the wire": [r.wire_bytes / tokens for r in rounds],
+        "workers to driver, bytes a token": [r.worker_bytes / tokens for r in rounds],
+        "driver to ranks, bytes a token": [r.rank_wire_bytes / tokens for r in rounds],
         "bytes a token held in the driver": [r.held_bytes / tokens for r in rounds],
         "driver, MB": [r.driver_bytes / 1e6 for r in rounds],
         "rank with the most, MB": [r.rank_bytes / 1e6 for r in rounds],
@@ -144,7 +151,7 @@ def measure(args: argparse.Namespace) -> Round:
         ours, theirs = pipe()
         workers.append(ours)
         mine = range(number, rows, args.workers)
-        processes.append(start(work, theirs, mine, args.length))
+        processes.append(start(work, theirs, mine, args.length, args.characters))
         theirs.close()
     for _ in range(args.ranks):
         ours, theirs = pipe()
@@ -153,20 +160,17 @@ def measure(args: argparse.Namespace) -> Round:
         theirs.close()
     for connection in (*workers, *ranks):
         connection.recv()
+    tasks = [task(row, sample) for row in range(rows) for sample in range(SAMPLES)]
     before = memory("VmRSS")
     began, began_cpu = time.perf_counter(), time.process_time()
-    trajectories: list[Trajectory] = []
-    with ThreadPoolExecutor(max_workers=max(args.workers, args.ranks)) as pool:
-        for connection in workers:
-            connection.send(None)
-        for received in pool.map(gather, workers):
-            trajectories += received
+    with ThreadPoolExecutor(max_workers=args.ranks) as pool:
+        trajectories, worker_bytes = asyncio.run(gather(workers, tasks))
         gathered = time.perf_counter()
         config = AlgorithmConfig()
         batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
         made = time.perf_counter()
         held = memory("VmRSS") - before
-        sent = list(pool.map(send, ranks, parts_of(batch.sequences, args.ranks, args.whole)))
+        sent = list(pool.map(send, ranks, parts_of(batch.sequences, args.ranks)))
         ended, ended_cpu = time.perf_counter(), time.process_time()
     result = Round(
         gather_s=gathered - began,
@@ -175,7 +179,8 @@ def measure(args: argparse.Namespace) -> Round:
         first_s=min(at for at, *_ in sent) - made,
         driver_cpu_s=ended_cpu - began_cpu,
         rank_cpu_s=max(cpu_s for *_, cpu_s in sent),
-        wire_bytes=sum(wire for _, wire, _, _ in sent),
+        worker_bytes=worker_bytes,
+        rank_wire_bytes=sum(wire for _, wire, _, _ in sent),
         held_bytes=held,
         driver_bytes=memory("VmHWM") - before,
         rank_bytes=max(grown for _, _, grown, _ in sent),
@@ -185,15 +190,8 @@ def measure(args: argparse.Namespace) -> Round:
     return result
 
 
-def parts_of(
-    sequences: Sequence[TrainSequence], num_ranks: int, whole: bool
-) -> list[Callable[[], Any]]:
+def parts_of(sequences: Sequence[TrainSequence], num_ranks: int) -> list[Callable[[], Any]]:
     """Returns what gives the driver the parts that it sends to each rank."""
-    if whole:
-        payload = [pickle.dumps(tuple(sequences))]
-        return [lambda: payload] * num_ranks
-    from treadle.trainer.policy.shards import Outgoing, assign
-
     outgoing = Outgoing(num_ranks)
     numbers = assign(sequences, num_ranks)
     threading.Thread(target=outgoing.encode, args=(sequences, numbers)).start()
@@ -224,35 +222,84 @@ def rank(connection: Connection[Any, Any]) -> None:
     before, before_cpu = memory("VmRSS"), time.process_time()
     count = connection.recv()
     frames = [connection.recv_bytes() for _ in range(count)]
-    if count == 1:
-        sequences = pickle.loads(frames[0])
-    else:
-        from treadle.trainer.policy.shards import from_frames
-
-        sequences = from_frames(frames).sequences()
+    sequences = from_frames(frames).sequences()
     assert sum(len(sequence.ids) for sequence in sequences) > 0
     connection.send((memory("VmHWM") - before, time.process_time() - before_cpu))
 
 
-def gather(connection: Connection[Any, Any]) -> list[Trajectory]:
-    """Returns the trajectories of a worker, which come group by group."""
+async def gather(
+    workers: Sequence[Connection[Any, Any]], tasks: Sequence[AgentTask]
+) -> tuple[list[Trajectory], int]:
+    """Returns the trajectories of all workers, and the number of bytes that these sent."""
     found: list[Trajectory] = []
-    while data := connection.recv_bytes():
-        found += pickle.loads(data)
-    return found
+    all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    known: list[dict[Image, Image]] = [{} for _ in tasks[::SAMPLES]]
+
+    def take(message: Ended) -> None:
+        of = tasks[message.number]
+        found.append(unpack_trajectory(message.trajectory, of, known[of.sample_index]))
+        if len(found) == len(tasks):
+            all_here.set_result(None)
+
+    counted = [Counted(connection) for connection in workers]
+    links = [Link(cast(Any, each), on_message=take, on_end=lambda _: None) for each in counted]
+    for link in links:
+        link.send(Asks(1, 0))
+    await all_here
+    for link in links:
+        link.close(flushed_s=1.0)
+    return found, sum(each.num_bytes for each in counted)
 
 
-def work(connection: Connection[Any, Any], rows: Sequence[int], length: int) -> None:
+class Counted:
+    """A connection that counts what it receives."""
+
+    def __init__(self, connection: Connection[Any, Any]) -> None:
+        self._connection = connection
+        self.fileno, self.send_bytes = connection.fileno, connection.send_bytes
+        self.num_bytes = 0
+
+    def recv_bytes(self) -> bytes:
+        """Returns the next message."""
+        received = self._connection.recv_bytes()
+        self.num_bytes += len(received)
+        return received
+
+
+def work(
+    connection: Connection[Any, Any], rows: Sequence[int], length: int, characters: float
+) -> None:
     """Makes the trajectories of some rows, and hands them over when it is asked to."""
-    groups = [[trajectory(row, sample, length) for sample in range(SAMPLES)] for row in rows]
+    made = [
+        trajectory(row, sample, length, characters) for row in rows for sample in range(SAMPLES)
+    ]
     connection.send("ready")
-    connection.recv()
-    for group in groups:
-        connection.send_bytes(pickle.dumps(group, protocol=5))
-    connection.send_bytes(b"")
+    asyncio.run(hand_over(connection, made))
 
 
-def trajectory(row: int, sample: int, length: int) -> Trajectory:
+async def hand_over(connection: Connection[Any, Any], made: Sequence[Trajectory]) -> None:
+    """Waits until it is asked, sends all trajectories, and waits until the driver has them."""
+    asked, over = asyncio.Event(), asyncio.Event()
+    link = Link(connection, on_message=lambda _: asked.set(), on_end=lambda _: over.set())
+    await asked.wait()
+    for each in made:
+        number = each.task.sample_index * SAMPLES + each.task.rollout_index
+        link.send(Ended(1, number, pack_trajectory(each, each.task), (), 1))
+    await over.wait()
+
+
+def task(row: int, sample: int) -> AgentTask:
+    """Returns what the driver gave."""
+    return AgentTask(
+        task_id=f"train/{row}",
+        sample_index=row,
+        rollout_index=sample,
+        loop="tool_agent",
+        messages=(Message(role="user", content="What is 6 * 7?"),),
+    )
+
+
+def trajectory(row: int, sample: int, length: int, characters: float) -> Trajectory:
     """Returns one of several turns, half of whose tokens are sampled."""
     draw = random.Random(row * SAMPLES + sample)
     part = length // (2 * TURNS)
@@ -267,17 +314,15 @@ def trajectory(row: int, sample: int, length: int) -> Trajectory:
             weight_version=1,
         )
         transcript.sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
-    task = AgentTask(
-        task_id=f"train/{row}",
-        sample_index=row,
-        rollout_index=sample,
-        loop="tool_agent",
-        messages=(Message(role="user", content="What is 6 * 7?"),),
-    )
+    of = task(row, sample)
+    messages = [*of.messages]
+    for turn in range(2 * TURNS - 1):
+        text = draw.randbytes(round(characters * part / 2)).hex()
+        messages.append(Message(role="tool" if turn % 2 else "assistant", content=text))
     return Trajectory(
-        task=task,
+        task=of,
         samples=(transcript.freeze(),),
-        messages=task.messages,
+        messages=tuple(messages),
         stop=StopReason.FINISHED,
         reward=float(sample % 2),
     )
