@@ -645,7 +645,8 @@ class TracingConfig(Section):
     Trajectories that fail are always traced."""
     max_samples_per_step_per_worker: Count | None = None
     """Maximum number of rows of a step, and of a validation, whose trajectories are traced; all
-    trajectories of a row are. There is one worker, the driver. Null: no limit."""
+    trajectories of a row are. The name is verl's: the driver counts for all loop workers together.
+    Null: no limit."""
     max_bytes: Count | None = None
     """Bytes of traces that a run may write, measured as JSON; then only trajectories that fail are
     traced. Null: no limit."""
