@@ -41,7 +41,7 @@ from treadle.tracing import (
     plain,
 )
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.process import Launcher, ProcessError
+from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
 from treadle.trainer.policy.signs_of_life import Silence
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -184,7 +184,7 @@ class LoopWorkers:
             router: host:port of the routing service.
 
         Raises:
-            ProcessError: One did not start, or cannot be set up.
+            ProcessError: One did not start, cannot be set up, or was lost again and again.
         """
         self._setup = Setup(
             config=self._config,
@@ -196,7 +196,7 @@ class LoopWorkers:
             directory=Path.cwd(),
         )
         names = [f"worker-{number}" for number in range(self._config.agent.num_workers)]
-        await concurrently(self._start(name, name) for name in names)
+        await concurrently(map(self._start_first, names))
         self._watching = asyncio.create_task(self._watch(), name="watch the loop workers")
 
     async def __aenter__(self) -> Self:
@@ -397,6 +397,32 @@ class LoopWorkers:
 
     # The processes
 
+    async def _start_first(self, name: str) -> None:
+        """Starts a worker, and again if it is lost before it is set up."""
+        try:
+            await self._start(name, name)
+        except LostProcessError as error:
+            self._num_lost += 1
+            self._ends[name] = str(error)
+            _log.warning("%s", error)
+            if not await self._start_again(name):
+                raise
+
+    async def _start_again(self, name: str) -> bool:
+        """Starts a worker that was lost; returns whether that was possible."""
+        while self._num_restarts < self._config.agent.max_worker_restarts:
+            self._num_restarts += 1
+            try:
+                await self._start(name, f"{name}-restart-{self._num_restarts}")
+            except ProcessError as error:
+                self._ends[name] = str(error)
+                _log.warning("loop worker did not start again: %s", error)
+                continue
+            self._num_restarted += 1
+            _log.warning("started again: loop worker %s", name)
+            return True
+        return False
+
     async def _start(self, name: str, process_name: str) -> None:
         assert self._setup is not None, "start comes first"
         self._num_started += 1
@@ -445,17 +471,7 @@ class LoopWorkers:
         for run, number in lost:
             self._attempt_again(run, number, end)
         await worker.stop(_KILL_S)
-        while self._num_restarts < self._config.agent.max_worker_restarts:
-            self._num_restarts += 1
-            try:
-                await self._start(worker.name, f"{worker.name}-restart-{self._num_restarts}")
-            except ProcessError as error:
-                self._ends[worker.name] = str(error)
-                _log.warning("loop worker did not start again: %s", error)
-                continue
-            self._num_restarted += 1
-            _log.warning("started again: loop worker %s", worker.name)
-            break
+        await self._start_again(worker.name)
         del self._starting[worker.name]
         if not self._live and not self._starting:
             limit = self._config.agent.max_worker_restarts

@@ -27,7 +27,7 @@ from treadle.agent_loop.rpc import Requirements
 from treadle.tracing import FinishedSpan, MemorySink, use_attributes, use_sink
 from treadle.trainer.config.load import load_config
 from treadle.trainer.launch.local import describe_exit
-from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.launch.process import LostProcessError, ProcessError, ProcessSpec
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
@@ -82,6 +82,7 @@ class Program:
     name: str
     refusal: str | None
     number: int
+    falls: str = ""
     got: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
     link: Link | None = None
     given: dict[tuple[int, int], GivenTask] = field(default_factory=dict)
@@ -89,6 +90,8 @@ class Program:
     ends_all: bool = False
 
     async def ready(self, deadline_s: float) -> str:
+        if self.falls == "before it is connected":
+            self.die()
         return self.address
 
     async def wait(self) -> int:
@@ -109,6 +112,9 @@ class Program:
         where: tuple[str, int] = listener.address  # type: ignore[assignment]
         self.address = f"{where[0]}:{where[1]}"
         loop = asyncio.get_running_loop()
+        if self.falls == "before it is connected":
+            listener.close()
+            return
 
         def accept() -> None:
             connection = accept_driver(listener, key)
@@ -127,7 +133,9 @@ class Program:
 
     def _take(self, message: object) -> None:
         assert self.link is not None
-        if isinstance(message, Setup):
+        if isinstance(message, Setup) and self.falls:
+            self.die()
+        elif isinstance(message, Setup):
             self.link.send(Ready() if self.refusal is None else Refused(self.refusal))
         elif isinstance(message, Give):
             for given in message.tasks:
@@ -179,13 +187,16 @@ class Machine:
     """A launcher of scripted workers."""
 
     refusals: list[str | None] = field(default_factory=list)
+    falls: str = ""
+    """When the first one ends by itself."""
     programs: list[Program] = field(default_factory=list)
     started: "asyncio.Queue[Program]" = field(default_factory=asyncio.Queue)
     tls: None = None
 
     async def start(self, spec: ProcessSpec) -> Program:
         refusal = self.refusals.pop(0) if self.refusals else None
-        program = Program(spec.name, refusal, len(self.programs))
+        program = Program(spec.name, refusal, len(self.programs), self.falls)
+        self.falls = ""
         program.listen(bytes.fromhex(spec.env["TREADLE_AUTHKEY"]))
         self.programs.append(program)
         self.started.put_nowait(program)
@@ -222,10 +233,10 @@ async def _start(tmp_path: Path) -> Any:
     opened: list[LoopWorkers] = []
 
     async def start(
-        count: int = 2, *settings: str, refusals: Sequence[str | None] = ()
+        count: int = 2, *settings: str, refusals: Sequence[str | None] = (), falls: str = ""
     ) -> WorkerHarness:
         given = ["model.path=/m", "data.train_files=/t.jsonl", f"agent.num_workers={count}"]
-        machine = Machine(list(refusals))
+        machine = Machine(list(refusals), falls)
         workers = LoopWorkers(
             machine,
             load_config([], [*given, *settings]).config,
@@ -381,6 +392,23 @@ async def test_without_a_worker_the_run_ends_and_says_how_each_ended(start: Star
 async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> None:
     with pytest.raises(ProcessError, match="loop worker worker-0: no such loop"):
         await start(1, refusals=["no such loop"])
+
+
+@pytest.mark.parametrize("falls", ["before it is connected", "before it is set up"])
+async def test_a_worker_that_ends_before_it_is_ready_is_started_again(
+    start: Start, falls: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = await start(2, falls=falls)
+    names = sorted(program.name for program in harness.machine.programs)
+    assert names == ["worker-0", "worker-0-restart-1", "worker-1"]
+    assert harness.workers.take_metrics() == {
+        "workers/live": 2.0,
+        "workers/lost": 1.0,
+        "workers/restarted": 1.0,
+    }
+    assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0\n" in caplog.text
+    with pytest.raises(LostProcessError, match="was ended by SIGKILL"):
+        await start(1, "agent.max_worker_restarts=0", falls=falls)
 
 
 async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFixture) -> None:

@@ -194,29 +194,36 @@ class RunRouter:
                             f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
                         )
                         answered = clock()
-        except (ProcessError, RouterLostError) as error:
+        except RouterLostError as error:
             self._on_lost(error)
         finally:
             ended.cancel()
 
     async def _replace(self, cause: str) -> "asyncio.Task[int]":
-        """Starts the router again.
+        """Starts the router again, and again if it ends before it serves.
 
         Raises:
-            ProcessError: It does not start.
             RouterLostError: It may not be started again.
         """
         assert self._process is not None
         tail = await self._process.log_tail(10)
         text = f"the router ({self._address}) {cause}; its log ends with:\n{tail}"
         limit = self._config.agent.max_worker_restarts
-        if self._num_restarts >= limit:
+        while self._num_restarts < limit:
+            self._num_restarts += 1
+            _log.warning("%s\nit is started again", text)
+            try:
+                await self._start(self._address)
+            except ProcessError as error:
+                text = str(error)
+                await self._process.stop(0.1)
+                continue
+            break
+        else:
             raise RouterLostError(
                 f"after {limit} restarts (agent.max_worker_restarts={limit}), {text}"
             )
-        self._num_restarts += 1
-        _log.warning("%s\nit is started again", text)
-        await self._start(self._address)
+        self._changed.set()  # it was not told which servers drain
         return asyncio.create_task(self._process.wait(), name="end of the router")
 
     async def _start(self, address: str) -> None:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.asyncio
 
 
 class Launcher(LocalLauncher):
-    """Tells of what it started."""
+    """Tells of what it started, and kills the first router that is started again."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
@@ -30,6 +30,9 @@ class Launcher(LocalLauncher):
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         process = await super().start(spec)
+        if spec.name == "router-restart-1":
+            os.kill(process.pid, signal.SIGKILL)
+            return process
         self.started.put_nowait(process)
         return process
 
@@ -49,7 +52,7 @@ async def _asked(address: str) -> AsyncIterator[RemoteRouter]:
 async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers_of_the_moment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_worker_restarts=1"]
+    given = ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_worker_restarts=2"]
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     async with (
         Launcher(tmp_path) as launcher,
@@ -77,5 +80,5 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
         error = await lost
         assert (await router.occupied_s()).keys() == occupied_s.keys()  # the last that is known
     assert isinstance(error, RouterLostError)
-    assert "after 1 restarts (agent.max_worker_restarts=1), the router (127.0.0.1:" in str(error)
+    assert "after 2 restarts (agent.max_worker_restarts=2), the router (127.0.0.1:" in str(error)
     assert f"was ended by SIGKILL on node {platform.node()}; its log ends with:" in str(error)

@@ -4,14 +4,16 @@ import asyncio
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import AuthenticationError
+from typing import Any, TypeVar
 
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.process import (
     Launcher,
+    LostProcessError,
     Process,
     ProcessError,
     ProcessSpec,
@@ -34,6 +36,7 @@ from treadle.trainer.rollout.workers.messages import (
 __all__ = ["LoopWorker", "start_worker"]
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 _GRACE_S = 5.0
 _EXIT_S = 2.0
 
@@ -119,6 +122,7 @@ async def start_worker(
         on_end: Called when its connection ends.
 
     Raises:
+        LostProcessError: It ended after it had started and before it was set up.
         ProcessError: It did not start, or cannot be set up.
     """
     deadline_s = setup.config.launch.start_deadline_s
@@ -168,18 +172,17 @@ async def start_worker(
         host, _, port = (await process.ready(deadline_s)).rpartition(":")
         async with asyncio.timeout(deadline_s):
             given_up = threading.Event()
+            connect = partial(
+                connect_to_rank,
+                host,
+                int(port),
+                key,
+                deadline_s=deadline_s,
+                given_up=given_up,
+                tls=launcher.tls,
+            )
             try:
-                connection = await asyncio.to_thread(
-                    partial(
-                        connect_to_rank,
-                        host,
-                        int(port),
-                        key,
-                        deadline_s=deadline_s,
-                        given_up=given_up,
-                        tls=launcher.tls,
-                    )
-                )
+                connection = await _unless_ended(process, asyncio.to_thread(connect))
             finally:
                 given_up.set()
             worker.link = Link(connection, on_message=take, on_end=end)
@@ -188,11 +191,32 @@ async def start_worker(
     except (AuthenticationError, EOFError, OSError, TimeoutError) as error:
         end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")
         await _give_up(worker)
-        raise ProcessError(end_text) from error
+        if isinstance(error, AuthenticationError | TimeoutError):
+            raise ProcessError(end_text) from error
+        raise LostProcessError(end_text) from error
     except BaseException:
         await _give_up(worker)
         raise
     return worker
+
+
+async def _unless_ended(process: Process, connecting: Coroutine[Any, Any, _T]) -> _T:
+    """Waits for the connection to a process.
+
+    Raises:
+        EOFError: The process ended first.
+    """
+    connected = asyncio.create_task(connecting)
+    ended = asyncio.create_task(process.wait())
+    try:
+        waits: set[asyncio.Future[Any]] = {connected, ended}
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            raise EOFError("it ended before it was connected")
+        return await connected
+    finally:
+        connected.cancel()
+        ended.cancel()
 
 
 async def _give_up(worker: LoopWorker) -> None:
