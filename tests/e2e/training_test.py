@@ -121,6 +121,11 @@ def _check_same(trainer: Trainer, plain: Trainer) -> None:
 def _check_run(trainer: Trainer, texts: Path) -> None:
     """Checks what every run of two steps writes, and that its numbers are in their ranges."""
     before, first, last = trainer.metrics()
+    for process in ("servers", "policy"):  # also of step 0, the validation before training
+        shares = [before[name] for name in before if name.startswith(f"{process}/time_share/")]
+        assert sum(shares) == pytest.approx(1.0)
+        assert 0 <= before[f"{process}/busy_min"] <= before[f"{process}/busy_max"] <= 1
+    assert before["policy/time_share/start"] > 0
     of_source = "val/treadle/calculator/reward"
     assert before[f"{of_source}/mean@2"] == before["val/reward"]
     assert before[f"{of_source}/worst@2"] <= before["val/reward"] <= before[f"{of_source}/best@2"]
