@@ -71,8 +71,11 @@ def write_status(run_dir: Path, status: Status) -> None:
     """
     partial = run_dir / f"{STATUS}.partial"
     text = json.dumps(asdict(status), indent=2)
-    partial.write_text(f"{text}\n", encoding="utf-8", errors="replace")
-    partial.replace(run_dir / STATUS)
+    try:
+        partial.write_text(f"{text}\n", encoding="utf-8", errors="replace")
+        partial.replace(run_dir / STATUS)
+    finally:  # a full disk must not keep half of it
+        partial.unlink(missing_ok=True)
 
 
 def read_status(run_dir: Path) -> Status:
