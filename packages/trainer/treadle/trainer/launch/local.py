@@ -117,6 +117,11 @@ class LocalProcess:
                 raise ProcessError(f"{self.name}: cannot run {command[0]}: {error}") from error
 
     @property
+    def node(self) -> str:
+        """See `Process.node`."""
+        return platform.node()
+
+    @property
     def pid(self) -> int:
         """The process id of the child."""
         assert self._child is not None
@@ -136,7 +141,7 @@ class LocalProcess:
                     await asyncio.sleep(_READY_POLL_S)
         except TimeoutError:
             raise ProcessError(
-                f"{self.name} on node {platform.node()} did not serve within {deadline_s:g} s; "
+                f"{self.name} on node {self.node} did not serve within {deadline_s:g} s; "
                 f"{self.log_path} ends with:\n{await self.log_tail()}"
             ) from None
         return str(json.loads(self._ready_path.read_text(encoding="utf-8"))["address"])
@@ -148,7 +153,7 @@ class LocalProcess:
 
     def describe_end(self, status: int) -> str:
         """See `Process.describe_end`."""
-        return f"{describe_exit(status)} on node {platform.node()}"
+        return f"{describe_exit(status)} on node {self.node}"
 
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`."""

@@ -81,6 +81,11 @@ class Process(Protocol):
         """The name in its spec."""
         ...
 
+    @property
+    def node(self) -> str:
+        """The name of the machine that it was started on."""
+        ...
+
     async def ready(self, deadline_s: float) -> str:
         """Waits until the program serves; returns its `host:port`.
 

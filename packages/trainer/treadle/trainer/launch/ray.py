@@ -263,14 +263,14 @@ class RayProcess:
         self.name = name
         self._actor = actor
         self._log = log
-        self._node = "that is not known yet"
+        self.node = "that is not known yet"
         self._lost: str | None = None
 
     async def start(
         self, spec: ProcessSpec, directory: Path, host: str | None, files: Mapping[Path, bytes]
     ) -> None:
         """Starts it; called once."""
-        self._node = await self._ask(self._actor.start.remote(spec, directory, host, files))
+        self.node = await self._ask(self._actor.start.remote(spec, directory, host, files))
 
     async def ready(self, deadline_s: float) -> str:
         """See `Process.ready`."""
@@ -290,8 +290,8 @@ class RayProcess:
     def describe_end(self, status: int) -> str:
         """See `Process.describe_end`."""
         if self._lost is None:
-            return f"{describe_exit(status)} on node {self._node}"
-        return f"is gone with its actor on node {self._node} ({self._lost})"
+            return f"{describe_exit(status)} on node {self.node}"
+        return f"is gone with its actor on node {self.node} ({self._lost})"
 
     async def log_tail(self, lines: int = 20) -> str:
         """See `Process.log_tail`; without its actor, what a directory shared by all nodes has."""
@@ -350,7 +350,7 @@ class RayProcess:
         except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
             self._lost = _reason(error)
             raise LostProcessError(
-                f"{self.name}: its Ray actor on node {self._node} is gone: {self._lost}"
+                f"{self.name}: its Ray actor on node {self.node} is gone: {self._lost}"
             ) from None
 
 

@@ -436,7 +436,9 @@ class ServerPool:
 
     async def _remove_with_log(self, server: Server, cause: str) -> None:
         if server.process is not None:
-            cause += f"; its log ends with:\n{await server.process.log_tail(10)}"
+            # How it ended names the node already.
+            where = "" if server.ended.done() else f" on node {server.process.node}"
+            cause += f"; its log{where} ends with:\n{await server.process.log_tail(10)}"
         await self.remove(server.name, cause)
 
     async def _remove_refusing(self, failed: Mapping[str, str]) -> None:

@@ -40,6 +40,7 @@ class _Process:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     stopped: bool = False
+    node: str = "n"
 
     async def ready(self, deadline_s: float) -> str:
         await self.may_serve.wait()
@@ -321,7 +322,9 @@ async def test_a_server_that_does_not_take_the_version_leaves_the_rotation(
     async with _pool(_Launcher(), _Publisher(refusing=["rollout-1"])) as pool:
         await pool.sync_weights(4)
         assert pool.names == ["rollout-0"]
-    assert "rollout server lost: refused; its log ends with:\nits last words" in caplog.text
+    assert (
+        "rollout server lost: refused; its log on node n ends with:\nits last words" in caplog.text
+    )
 
 
 @pytest.mark.asyncio
@@ -363,7 +366,7 @@ async def test_a_restarted_server_that_takes_no_weights_ends_the_run_only_if_it_
         await pool.resync(["rollout-1"])
         assert pool.names == ["rollout-0"]
         assert publisher.published[1:] == [(3, ["rollout-1"])]
-        assert "no server took it; its log ends with:\nits last words" in caplog.text
+        assert "no server took it; its log on node n ends with:\nits last words" in caplog.text
         publisher.refusing = ["rollout-0"]
         with pytest.raises(WeightSyncError):
             await pool.resync(["rollout-0"])

@@ -88,6 +88,7 @@ class Program:
     given: dict[tuple[int, int], GivenTask] = field(default_factory=dict)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     ends_all: bool = False
+    node: str = "n"
 
     async def ready(self, deadline_s: float) -> str:
         if self.falls == "before it is connected":
