@@ -8,8 +8,9 @@ Invariants:
 2. The values of tokens, images and chosen experts are frames: the driver copies each once, out of
    the message, and makes no object per token. Log-probabilities travel of sampled tokens only,
    where the others are 0; the driver fills these in.
-3. Whatever a user's code puts into a trajectory, it can be packed: a foreign error becomes the
-   nearest of `agent_loop.errors`, and a trajectory that cannot be pickled becomes a failed one.
+3. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
+   user's modules: a foreign error becomes the nearest of `agent_loop.errors`, and a trajectory that
+   cannot be packed here, or read there, becomes a failed one.
 
 Pickle restores an object of a frozen class by Python code, field by field, which was most of what
 a trajectory cost the driver. So objects are taken apart into columns (`_Form`), and made again
@@ -161,7 +162,7 @@ def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
 def unpack_trajectory(
     packed: PackedTrajectory, task: AgentTask, known: dict[Image, Image]
 ) -> Trajectory:
-    """Returns the trajectory that was packed.
+    """Returns the trajectory that was packed; one that failed if it cannot be read here.
 
     Args:
         packed: What has arrived.
@@ -170,7 +171,15 @@ def unpack_trajectory(
             too. Gets the others of this one.
     """
     head, frames = packed
-    flat = pickle.loads(head, buffers=frames)
+    try:
+        flat = pickle.loads(head, buffers=frames)
+    except Exception as problem:  # what a user's class raises, or that there is no such class
+        cause = LoopError(
+            f"task {task.task_id!r}: its trajectory cannot be read by the driver: "
+            f"{type(problem).__name__}: {problem}; keep to values and classes that the driver has"
+        )
+        cause.__cause__ = problem
+        return Trajectory.failed(task, cause)
     columns, other, kept, messages, samples, error, text, others = flat
     if error is not None:
         error.__cause__ = WorkerTraceback(text)

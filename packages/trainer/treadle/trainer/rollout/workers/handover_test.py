@@ -2,8 +2,12 @@
 
 import gc
 import pickle
+import sys
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 from treadle.agent_loop import (
     AgentTask,
@@ -180,6 +184,25 @@ def test_an_error_of_the_users_own_travels_as_its_base_with_its_traceback() -> N
     )
     assert isinstance(arrived.__cause__, WorkerTraceback)
     assert "OwnError: it is down" in str(arrived.__cause__)
+
+
+def test_what_the_driver_has_no_class_for_fails_its_trajectory_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = ModuleType("of_the_user")
+    kind = type("Place", (), {"__module__": module.__name__})
+    vars(module)["Place"] = kind
+    call = ToolCall(id="call_0", name="go", arguments={"to": kind()})
+    answer = Message(role="assistant", content="", tool_calls=(call,))
+    with monkeypatch.context() as in_the_worker:
+        in_the_worker.setitem(sys.modules, module.__name__, module)
+        packed = pack_trajectory(replace(ended(task()), messages=(answer,)), task())
+    arrived = unpack_trajectory(packed, task(), {})
+    assert isinstance(arrived.error, LoopError)
+    assert "cannot be read by the driver: ModuleNotFoundError: No module named 'of_the_user'" in (
+        str(arrived.error)
+    )
+    assert arrived.task == task()
 
 
 def test_what_cannot_be_pickled_fails_its_trajectory_only() -> None:
