@@ -146,6 +146,7 @@ class Server:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.node = "here"
         self.ended = asyncio.Event()
         self._started = asyncio.Event()
         self._task = asyncio.create_task(self._serve())
