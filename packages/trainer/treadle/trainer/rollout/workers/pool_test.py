@@ -18,6 +18,7 @@ import pytest_asyncio
 
 from treadle.agent_loop import (
     AgentTask,
+    Image,
     Message,
     SamplingParams,
     StopReason,
@@ -69,9 +70,10 @@ def task(index: int) -> AgentTask:
 
 
 def finished(of: AgentTask) -> Trajectory:
+    seen = Message(role="tool", content="", images=(Image(data=b"png", mime="image/png"),))
     answer = Message(role="assistant", content=str(of.seed))
     return Trajectory(
-        task=of, samples=(), messages=(*of.messages, answer), stop=StopReason.FINISHED
+        task=of, samples=(), messages=(*of.messages, seen, answer), stop=StopReason.FINISHED
     )
 
 
@@ -278,6 +280,22 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
         "workers/lost": 0.0,
         "workers/restarted": 0.0,
     }
+
+
+async def test_a_row_shares_images_while_one_of_its_tasks_is_in_flight(start: Start) -> None:
+    harness = await start(1)
+    program = harness.machine.programs[0]
+    for max_in_flight, num_images in ((2, 1), (1, 2)):
+        harness.ended.clear()
+        running = harness.run(2, max_in_flight=max_in_flight)
+        run = (await program.asks(2)).run
+        while len(program.given) < max_in_flight:
+            await program.given_of(run)
+        program.end_all()
+        await running
+        program.ends_all = False
+        images = [message.images for t in harness.ended for message in t.messages[1:2]]
+        assert len({id(image) for (image,) in images}) == num_images
 
 
 async def test_the_first_worker_to_ask_gets_no_more_than_its_share(start: Start) -> None:
