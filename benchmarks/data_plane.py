@@ -45,9 +45,9 @@ from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.shards import Outgoing, assign, from_frames
 from treadle.trainer.policy.types import TrainSequence
-from treadle.trainer.rollout.workers.handover import pack_trajectory, unpack_trajectory
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import Asks, Ended
+from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 SAMPLES = 8  # of a row
@@ -274,10 +274,10 @@ def work(
         trajectory(row, sample, length, characters) for row in rows for sample in range(SAMPLES)
     ]
     connection.send("ready")
-    asyncio.run(hand_over(connection, made))
+    asyncio.run(send_all(connection, made))
 
 
-async def hand_over(connection: Connection[Any, Any], made: Sequence[Trajectory]) -> None:
+async def send_all(connection: Connection[Any, Any], made: Sequence[Trajectory]) -> None:
     """Waits until it is asked, sends all trajectories, and waits until the driver has them."""
     asked, over = asyncio.Event(), asyncio.Event()
     link = Link(connection, on_message=lambda _: asked.set(), on_end=lambda _: over.set())

@@ -56,7 +56,7 @@ from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.main import main
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers import pool
-from treadle.trainer.rollout.workers.handover import PackedTrajectory
+from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory
 
 
 class EverythingIsACall:

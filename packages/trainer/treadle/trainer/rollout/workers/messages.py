@@ -4,7 +4,8 @@ Invariants:
 
 1. A worker asks for tasks (`Asks`) and is never given more than it asked for. Each task that it was
    given ends once, by `Ended`, unless its run or the worker ends first.
-2. A trajectory is packed by itself (`handover`), so that one that cannot be pickled fails alone.
+2. A trajectory is packed by itself (`trajectory_frames`), so that one that cannot be pickled fails
+   alone.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.policy.commands import Alive
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.rollout.workers.handover import PackedTrajectory
+from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory
 
 __all__ = [
     "Alive",

@@ -45,7 +45,6 @@ from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessEr
 from treadle.trainer.policy.signs_of_life import Silence
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.rollout.workers.handover import WorkerLostError, unpack_trajectory
 from treadle.trainer.rollout.workers.messages import (
     Asks,
     Begin,
@@ -61,6 +60,7 @@ from treadle.trainer.rollout.workers.messages import (
     unpack_spans,
 )
 from treadle.trainer.rollout.workers.router import RunRouter
+from treadle.trainer.rollout.workers.trajectory_frames import WorkerLostError, unpack_trajectory
 from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
 
 if TYPE_CHECKING:

@@ -32,7 +32,6 @@ from treadle.trainer.launch.process import LostProcessError, ProcessError, Proce
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
-from treadle.trainer.rollout.workers.handover import WorkerLostError, pack_trajectory
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Alive,
@@ -52,6 +51,7 @@ from treadle.trainer.rollout.workers.messages import (
     pack_spans,
 )
 from treadle.trainer.rollout.workers.pool import LoopWorkers, NoWorkerLeftError, WorkerRunError
+from treadle.trainer.rollout.workers.trajectory_frames import WorkerLostError, pack_trajectory
 
 pytestmark = pytest.mark.asyncio
 

@@ -43,7 +43,6 @@ from treadle.trainer.policy.driver_connection import serve_driver
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import make_runner
 from treadle.trainer.rollout.open_sessions import OpenSessions
-from treadle.trainer.rollout.workers.handover import pack_trajectory
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Asks,
@@ -63,6 +62,7 @@ from treadle.trainer.rollout.workers.messages import (
     Weights,
     pack_spans,
 )
+from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory
 
 __all__ = ["main"]
 

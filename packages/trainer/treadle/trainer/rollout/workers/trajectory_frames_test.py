@@ -15,18 +15,19 @@ from treadle.agent_loop import (
     Image,
     LoopError,
     Message,
+    Origin,
     PlacedImage,
     RoutedExperts,
     SampleReward,
+    Span,
     StopReason,
     Tokens,
     ToolCall,
     ToolError,
     Trajectory,
 )
-from treadle.agent_loop.tokens.transcript import Origin, Span
 from treadle.tracing import Metric, Reduce
-from treadle.trainer.rollout.workers.handover import (
+from treadle.trainer.rollout.workers.trajectory_frames import (
     WorkerTraceback,
     pack_trajectory,
     unpack_trajectory,
