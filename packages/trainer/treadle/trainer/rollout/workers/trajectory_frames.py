@@ -124,7 +124,9 @@ def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory
             f"task {task.task_id!r}: its trajectory cannot leave the loop worker, because it "
             f"cannot be pickled: {type(problem).__name__}: {problem}"
         )
-        cause.__cause__ = problem  # its traceback travels as text
+        # Its frames hold buffers of memoryviews. CPython 3.11 crashes where the garbage collector
+        # finds those in a cycle, so nothing may keep them: `cause` has the text only.
+        problem.__traceback__ = None
         return _packed(Trajectory.failed(task, cause), task)
 
 
@@ -178,7 +180,7 @@ def unpack_trajectory(
             f"task {task.task_id!r}: its trajectory cannot be read by the driver: "
             f"{type(problem).__name__}: {problem}; keep to values and classes that the driver has"
         )
-        cause.__cause__ = problem
+        problem.__traceback__ = None  # as in `pack_trajectory`
         return Trajectory.failed(task, cause)
     columns, other, kept, messages, samples, error, text, others = flat
     if error is not None:
