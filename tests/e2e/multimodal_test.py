@@ -56,7 +56,7 @@ from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.main import main
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers import pool
-from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory
+from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory, unpack_trajectory
 
 
 class EverythingIsACall:
@@ -256,11 +256,10 @@ async def test_a_loop_worker_does_not_send_back_the_images_of_a_row(
         for index in range(8)
     ]
     received: list[int] = []
-    unpack = pool.unpack_trajectory
 
     def measured(packed: PackedTrajectory, *args: Any) -> Trajectory:
         received.append(len(pickle.dumps(packed, protocol=5)))
-        return unpack(packed, *args)
+        return unpack_trajectory(packed, *args)
 
     monkeypatch.setattr(pool, "unpack_trajectory", measured)
     ended: list[Trajectory] = []

@@ -52,8 +52,8 @@ def contract() -> Iterator[tuple[str, Input]]:
     yield "generate_images", call(f"{_G}Generate", want(images=[image]))
     yield "generate_sampling", call(f"{_G}Generate", want(sampling=stops, priority=3))
     minute = duration_pb2.Duration(seconds=60)
-    begun = [gen.NumberedRequest(number=n, request=want(), timeout=minute) for n in (1, 2)]
-    many = gen.GenerateManyRequest(begin=begun)
+    both = [gen.NumberedRequest(number=n, request=want(), timeout=minute) for n in (1, 2)]
+    many = gen.GenerateManyRequest(begin=both)
     yield "generate_many", call(f"{_G}GenerateMany", many, gen.GenerateManyRequest(cancel=[1]))
     info = srv.GetServerInfoRequest(client="treadle/0.1")
     yield "info", call(f"{_S}GetServerInfo", info)

@@ -112,7 +112,7 @@ async def calling(engine: Held, config: ServerConfig | None = None) -> AsyncIter
 def reason_of(status: pb.CompletionStatus) -> str:
     info = error_details_pb2.ErrorInfo()
     status_pb2.Status.FromString(status.details).details[0].Unpack(info)
-    return info.reason
+    return str(info.reason)
 
 
 async def test_completions_share_a_call_and_end_on_their_own() -> None:

@@ -129,8 +129,8 @@ async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_i
     text = str(failed.value)
     assert text.startswith(f"policy rank 0 (pid {pid} on {platform.node()}) failed: ")
     assert text.count("Traceback") == 1
-    log = text.partition("\nIts log ends with:\n")[2]
-    assert "what the rank said last" in log and log.endswith("failed\n(this traceback)")
+    end = text.partition("\nIts log ends with:\n")[2]
+    assert "what the rank said last" in end and end.endswith("failed\n(this traceback)")
     assert "no answer to Specs for 0.05 s: policy rank 0 is at " in handler.said[0]
     assert f"policy rank 0 (pid {pid} on " in handler.said[-1]
     assert ") has given no sign of life for " in handler.said[-1]

@@ -260,7 +260,7 @@ def _tokens(apart: Any, images: list[Image]) -> Tokens:
 
 def _sampled(tokens: Tokens) -> bytes | memoryview:
     """Returns the log-probabilities of sampled tokens, or of all if another one has any."""
-    whole = tokens.logprobs.data.cast("B")
+    whole: Any = tokens.logprobs.data.cast("B")
     sampled = b"".join(whole[start:stop] for start, stop in _places(tokens.spans))
     return sampled if _of_all(sampled, tokens.spans, len(tokens.ids)) == whole else whole
 

@@ -22,11 +22,12 @@ class Waiting:
         self.groups: Any = _Groups.__new__(_Groups)  # a context is not needed for this
         self.groups.changed = asyncio.Event()
         self.groups.sampling = None
-        self.groups.rollout = SimpleNamespace(
+        rollout: Any = SimpleNamespace(
             rollout=SimpleNamespace(servers=self),
             troubled=asyncio.Event(),
             recover=self._recover,
         )
+        self.groups.rollout = rollout
 
     async def wait_for_change(self) -> None:
         """As the server pool's."""
