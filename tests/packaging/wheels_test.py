@@ -38,7 +38,6 @@ DISTRIBUTION_OF = {
 }
 # Required though never imported: started as a process, or used by a library that does not say so.
 USED_WITHOUT_IMPORT = {
-    "agent_loop": {"jinja2"},
     # The kit is run by pytest.
     "conformance": {"pytest", "pytest-asyncio"},
     # The same import as vllm.
