@@ -172,7 +172,7 @@ def test_fine_tuning_on_retools_demonstrations(project: Project) -> None:
     assert plan["steps"] == "6 of 32 conversations (1 an epoch)"
     assert plan["policy"].startswith("16 processes (tensor 2 x pipeline 1 x context 4 x data 2)")
     assert plan["GPUs"] == "16: launch.nodes=2 x launch.gpus_per_node=8"
-    assert plan["node 1"] == "GPUs 0 to 7  policy-8 to policy-15"
+    assert plan["nodes 0 to 1"] == "GPUs 0 to 7  policy-0 to policy-15"
     assert plan["launcher"] == "ray"
     assert answer.notes == [
         "data.multiturn.enable=True has no effect: a row is a conversation of any number of turns",
