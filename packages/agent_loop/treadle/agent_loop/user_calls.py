@@ -121,7 +121,7 @@ def _serve(calls: SimpleQueue[Callable[[], Callable[[], object]]]) -> None:
 def _serve_one(calls: SimpleQueue[Callable[[], Callable[[], object]]]) -> bool:
     """Serves a call, and returns whether the thread can be used again.
 
-    A function of its own, so that a thread that waits for a call keeps nothing of the last one.
+    A separate function, so that a thread that waits for a call keeps nothing of the last one.
     """
     report = calls.get()()
     kept = len(_idle) < _MAX_THREADS

@@ -96,7 +96,7 @@ class ReplicaOrder:
     """The replicas by a key, so that the first one is known without a search.
 
     Invariant: for each replica, the heap has an entry with its present key. Other entries are
-    stale: they are passed over, and the heap is made anew when most of it is stale. A change costs
+    stale: they are passed over, and the heap is made again when most of it is stale. A change costs
     the logarithm of the number of replicas.
 
     Args:

@@ -3,7 +3,7 @@
 Invariant: at most one call is in flight. So a session that asks alone is sent at once, and under
 load a call opens many: what a call costs worker and router is per call.
 
-The caller waits in `ask`. `run`, a task of whoever owns the channel, makes the calls.
+The caller waits in `ask`. `run`, a task of the channel's owner, makes the calls.
 """
 
 import asyncio
