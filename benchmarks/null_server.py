@@ -135,7 +135,7 @@ def _reply(ids: tuple[int, ...]) -> generation_pb2.GenerateResponse:
     return generation_pb2.GenerateResponse(batch=batch)
 
 
-async def serve(script: Script, gate: int) -> None:
+async def serve(script: Script, gate: int, host: str) -> None:
     """Serves until standard input ends."""
     # Callers ping while a call is open, which a server of gRPC refuses by default.
     server = grpc.aio.server(options=(("grpc.http2.min_ping_interval_without_data_ms", 10_000),))
@@ -156,7 +156,7 @@ async def serve(script: Script, gate: int) -> None:
     handlers = {"Generate": generate, "GenerateMany": many}
     server.add_registered_method_handlers(_GENERATION, handlers)
     server.add_registered_method_handlers(_SERVER, {"GetServerInfo": get_info})
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(f"{host}:0")
     await server.start()
     print(f"127.0.0.1:{port}", flush=True)
     await asyncio.to_thread(sys.stdin.read)
@@ -177,15 +177,19 @@ class RunningServer:
 
 
 @asynccontextmanager
-async def null_server(script: Script, *, gate: int = 0) -> AsyncIterator[RunningServer]:
+async def null_server(
+    script: Script, *, gate: int = 0, host: str = "127.0.0.1"
+) -> AsyncIterator[RunningServer]:
     """Runs a null server while the block runs.
 
     Args:
         script: Of all sessions.
         gate: Number of requests that it waits for before it answers the first.
+        host: Where it listens; 0.0.0.0: at all addresses of this machine.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, __file__, "--script", json.dumps(asdict(script)), "--gate", str(gate)),
+        *("--host", host),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
@@ -203,13 +207,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--script", type=json.loads, required=True)
     parser.add_argument("--gate", type=int, default=0)
+    parser.add_argument("--host", default="127.0.0.1")
     arguments = parser.parse_args()
     script = Script(
         call=tuple(arguments.script["call"]),
         last=tuple(arguments.script["last"]),
         turns=arguments.script["turns"],
     )
-    uvloop.run(serve(script, arguments.gate))
+    uvloop.run(serve(script, arguments.gate, arguments.host))
 
 
 if __name__ == "__main__":
