@@ -106,8 +106,12 @@ def test_the_curve_is_that_of_a_run_whose_servers_stay(
             drained = _servers(trainer.run_dir, "drain", "rollout-0")
             assert drained.returncode == 0, drained.stderr
             trainer.read_until("was drained and leaves the run")
-            trainer.read_until("/1000")
-            assert _listed(trainer) == {joins.address: "serving", foreign: "serving"}
+            serve = {joins.address: "serving", foreign: "serving"}
+            for _ in range(10):  # the list is written each half second
+                trainer.read_until("/1000")
+                if _listed(trainer) == serve:
+                    break
+            assert _listed(trainer) == serve
             listed = _servers(trainer.run_dir, "list")
             assert foreign in listed.stdout and "someone else" in listed.stdout
             trainer.process.send_signal(signal.SIGINT)
