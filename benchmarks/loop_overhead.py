@@ -23,7 +23,6 @@ The directory needs a tokenizer only, such as that of Qwen2.5; without it, the d
 
 import argparse
 import asyncio
-import gc
 import json
 import os
 import statistics
@@ -57,6 +56,7 @@ from treadle.agent_loop.rpc import connect
 from treadle.rollout_server.testing.descendants import descendants
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import load_renderer, load_reward
+from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import Runner, make_runner
 
@@ -238,8 +238,7 @@ async def run_all(arguments: argparse.Namespace) -> dict[str, list[dict[str, flo
                 stack.push_async_callback(peer.end)
                 verl.append(VerlSide(peer, expected))
                 sides[f"verl, {workers} workers"] = Side(run=verl[-1].run, pids=verl[-1].pids)
-        gc.collect()
-        gc.freeze()  # as a run does
+        exempt_present_objects()  # as a run does
         for number in range(arguments.rounds + 1):
             for name, side in sides.items():
                 if not number:

@@ -1,4 +1,4 @@
-"""What one driver's server pool costs, with up to 1,024 servers.
+"""The CPU time and memory of one driver's server pool, with up to 1,024 servers.
 
 The pool, its clients, the generator with its router, and gRPC are real. Each server has an address
 of the loopback network, and one process (`null_server`) answers at all of them. Processes are

@@ -6,7 +6,7 @@ Invariant: the text is that of `tokenizer.apply_chat_template(..., tokenize=Fals
 whose methods a template could call. That and its other preparations take as long as the template.
 Where all data are plain already, the compiled template is called with the data as they are; its
 sandbox lets it change none of them, and looks up what is in a dictionary at once. Other data, and
-tokenizers with a method of their own, take the public way.
+tokenizers that override the method, take the public way.
 
 Nothing waits, and any thread may call.
 """

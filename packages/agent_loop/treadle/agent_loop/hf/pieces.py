@@ -20,8 +20,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-# What is kept of prompts: what all rows have (the tools, the system's message, the headers), and
-# the questions of the latest rows, each of which begins several trajectories.
+# The pieces of prompts that are kept: those of all rows (the tools, the system's message, the
+# headers), and the questions of the latest rows, each of which begins several trajectories.
 _MAX_PIECES: Final = 64
 _MAX_CHARACTERS: Final = 1 << 15
 _NOTHING_KNOWN: Final[Mapping[str, Sequence[int]]] = {}
@@ -142,6 +142,6 @@ def _keeps_all(pre_tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """Returns what a part of a tokenizer is made of; nothing if there is no such part."""
+    """Returns the settings of a part of a tokenizer; none if there is no such part."""
     state: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
     return state

@@ -29,7 +29,8 @@ from treadle.agent_loop.rpc.errors import DETAILS_KEY
 from treadle.rollout.v1 import generation_service_pb2 as pb
 
 DEADLINE_S = 300 * 24 * 3600.0
-"""Of the call: far off, because each completion has its own. A year or more counts as none."""
+"""Deadline of the call. It is far off, because each completion has one. A year or more counts as
+none."""
 MAX_REQUEST_BYTES = 1 << 20
 """Of a request: a message has at most 4 MiB."""
 

@@ -268,7 +268,7 @@ class RemoteRouter:
         self, request: pb.OpenSessionRequest, left_s: float
     ) -> pb.OpenSessionResponse:
         parent = inject()
-        # Alone: with little time, with a span of its own at the router, or with a long message.
+        # A separate call: little time is left, the router records a span, or the message is long.
         if (
             left_s >= self._deadlines.server_info_s
             and not parent
