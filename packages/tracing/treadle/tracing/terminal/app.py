@@ -106,6 +106,7 @@ class RunApp(App[None]):
         self._runs = [_Run(path, name) for path, name in name_runs(directories).items()]
         self._metric = _FIRST
         self._filter = Filter()
+        self._filter_error = ""
         self._page = 0
         self._num_found = 0
         self._keys: list[tuple[int, str, str, int]] = []
@@ -170,8 +171,11 @@ class RunApp(App[None]):
         try:
             self._filter = Filter.parse(event.value)
         except FilterError as error:
-            self._say(str(error))
+            # Kept, or the next reload would take it away before it is read.
+            self._filter_error = str(error)
+            self._say(self._filter_error)
             return
+        self._filter_error = ""
         self._page = 0
         self._query_trajectories()
         self._main.query_one(DataTable).focus()
@@ -203,7 +207,8 @@ class RunApp(App[None]):
     def _read_one(self, key: tuple[int, str, str, int]) -> None:
         trajectory = self._chosen.trajectories.one(*key)
         if trajectory is None:
-            self.call_from_thread(self._say, "its file is gone or damaged")
+            gone = f"the file of {inert(key[2])} in step {key[0]} is gone or damaged"
+            self.call_from_thread(self.notify, gone, severity="warning", markup=False)
         else:
             self.call_from_thread(self.push_screen, ConversationScreen(trajectory))
 
@@ -263,7 +268,7 @@ class RunApp(App[None]):
         first = self._page * _PAGE
         said = f"{first + 1:,} to {first + len(rows):,} of {found:,}" if rows else "none"
         left_out = f"; left out: {', '.join(map(inert, sorted(damaged)))}" if damaged else ""
-        self._say(f"{said}{left_out}")
+        self._say(self._filter_error or f"{said}{left_out}")
 
     def _say(self, text: str) -> None:
         self._main.query_one("#said", Static).update(Text(inert(text)))

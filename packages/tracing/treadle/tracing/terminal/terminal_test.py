@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 import unicodedata
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,16 +100,36 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_wrong_filter_says_why(run_dir: Path) -> None:
+async def test_a_wrong_filter_says_why_until_it_is_right(run_dir: Path) -> None:
     app = RunApp([run_dir])
     async with app.run_test(size=(160, 40)) as pilot:
         await settle(pilot)
         await pilot.press("slash")
         app.query_one("#filter", Input).value = "rewad<1"
         await pilot.press("enter")
-        await pilot.pause()
+        await settle(pilot)
+        assert "did you mean reward?" in said(app)
+        app.action_reload()  # as every two seconds
+        await settle(pilot)
         assert "did you mean reward?" in said(app)
         assert app.query_one(DataTable).row_count == 54
+        app.query_one("#filter", Input).value = "reward<2"
+        await pilot.press("enter")
+        await settle(pilot)
+        assert said(app) == "1 to 47 of 47"
+
+
+@pytest.mark.asyncio
+async def test_a_trajectory_whose_file_is_gone_says_so(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test(size=(160, 40), notifications=True) as pilot:
+        await settle(pilot)
+        await pilot.press("slash")
+        app.query_one(DataTable).focus()
+        shutil.rmtree(run_dir / "trajectories")
+        await pilot.press("enter")
+        await settle(pilot)
+        assert "gone or damaged" in "".join(str(toast.render()) for toast in app.query("Toast"))
 
 
 @pytest.mark.asyncio
