@@ -27,7 +27,7 @@ from treadle.trainer.preflight.model_checks import check_config_file, check_weig
 from treadle.trainer.preflight.process_checks import check_launcher, check_workers
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import prompt_rules
-from treadle.trainer.rollout.server_process import check_server_command
+from treadle.trainer.rollout.server_process import check_engine_settings, check_server_command
 from treadle.trainer.tracing.backends import check_tracing
 
 __all__ = ["CheckedEvaluation", "check_evaluation"]
@@ -137,6 +137,8 @@ class _Checks:
     def processes(self) -> None:
         """Looks for the programs that will be started."""
         if not self._attached:
+            with self.problems.collected():
+                check_engine_settings(self.config.rollout)
             with self.problems.collected():
                 check_server_command(self.config)
             with self.problems.collected():

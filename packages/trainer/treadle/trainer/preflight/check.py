@@ -79,7 +79,11 @@ from treadle.trainer.preflight.process_checks import (
 from treadle.trainer.preflight.without_torch import transformers_without_torch
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
-from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
+from treadle.trainer.rollout.server_process import (
+    ask_server_command,
+    check_engine_settings,
+    check_server_command,
+)
 from treadle.trainer.tracing.backends import check_tracing
 
 if TYPE_CHECKING:
@@ -310,6 +314,8 @@ class _Checks:
         if self._plan is not None and (prompts := self._prompts.get("train")) is not None:
             with self._check():
                 check_rows_left(config, prompts)
+        with self._check():
+            check_engine_settings(config.rollout)
         with self._check():
             check_server_command(config)
             if config.rollout.server_command and config.launch.kind == "local":
