@@ -21,7 +21,7 @@ def _parser() -> argparse.ArgumentParser:
     add = commands.add_parser(
         "add",
         description="Lets in a server that runs already, with the run's model and token. It gets "
-        "the present weights between two steps, and serves from then on.",
+        "the present weights as soon as the policy holds them, and serves from then on.",
     )
     add.add_argument("which", metavar="HOST:PORT", help="its address")
     add.add_argument(

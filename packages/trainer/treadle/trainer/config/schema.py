@@ -297,7 +297,8 @@ class RolloutConfig(Section):
     enforce_eager: bool = False
     """Do not compile or capture CUDA graphs, for a faster start (vllm, sglang)."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of a prompt for the next turn and for prompts with the same prefix."""
+    """Reuse the KV cache of a prompt for the next turn and for prompts with the same prefix (vllm,
+    sglang; torch always does)."""
     engine_args: Mapping[str, JsonValue] = {}
     """Further engine arguments (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here sets;
     the server rejects arguments that its engine does not have."""
@@ -313,7 +314,8 @@ class RolloutConfig(Section):
     the remaining replicas, and fails when none remains."""
     unresponsive_s: Seconds = 60.0
     """If no server answers, the run waits this long for one; then they count as dead, are ended and
-    started again."""
+    started again. So long a loop worker, their router or a server of someone else may be silent,
+    too, before it counts as dead."""
     val: ValidationSamplingConfig = ValidationSamplingConfig()
     """Sampling settings of validation."""
 
