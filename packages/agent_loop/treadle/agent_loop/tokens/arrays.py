@@ -10,6 +10,7 @@ Invariants:
 `numpy.asarray(array)` has the values without a copy; nothing here imports numpy.
 """
 
+import copyreg
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -110,7 +111,11 @@ class TypedArray(Sequence[T]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
         memory = PickleBuffer(self.data) if protocol.__index__() >= 5 else self.data.tobytes()
-        return type(self).of_buffer, (memory,)
+        # A reader that admits classes alone, such as the trainer's group store, can read this.
+        return copyreg.__newobj__, (type(self),), memory  # type: ignore[attr-defined]
+
+    def __setstate__(self, memory: bytes | bytearray | memoryview | PickleBuffer) -> None:
+        self.data = self.of_buffer(memory).data
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         numpy: Any = sys.modules["numpy"]  # which calls this

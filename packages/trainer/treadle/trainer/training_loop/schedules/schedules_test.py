@@ -259,6 +259,15 @@ def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.asyncio
+async def test_a_group_that_was_kept_is_as_it_was(tmp_path: Path) -> None:
+    kept = Waiting(number=0, birth=0, group=group_of(0))
+    store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
+    store.save(kept)
+    await store.flush()
+    assert store.load(0) == kept
+
+
 def test_a_group_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
     group = group_of(0)
     odd = replace(group.trajectories[0], answer=cast(str, lambda: "no text"))
