@@ -70,6 +70,10 @@ async def test_a_worker_renders_parses_calls_tools_and_scores(tmp_path: Path) ->
     [trajectory] = ended
     assert trajectory.error is None
     assert (trajectory.task, trajectory.reward) == (task, 1.0)
+    assert trajectory.exchange.tools_called == ("calculator",)
+    assert trajectory.tokens.num_sampled_tokens == len(call) + len(answer)
+    sources = (trajectory.source, trajectory.tokens.source)
+    assert [each is not None and each.is_made for each in sources] == [False, False]
     assert [message.role for message in trajectory.messages] == [
         "user",
         "assistant",

@@ -13,9 +13,12 @@ player's in the group's other trajectories.
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 from treadle.agent_loop.errors import RolloutError
+from treadle.agent_loop.tokens.late_field import FieldSource, LateField
 from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.types import AgentTask, Message, StopReason
 from treadle.tracing import Metric
@@ -72,7 +75,47 @@ class SampleReward:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trajectory:
+class Exchange:
+    """Who took part in a conversation, after the messages that its task began with.
+
+    Attributes:
+        tools_called: Names in the calls of the model, each once, in the order of the calls.
+        tools_answered: Names in tool results, each once; None is a result without a name.
+        user_answered: Whether there is a user message.
+    """
+
+    tools_called: tuple[str, ...]
+    tools_answered: tuple[str | None, ...]
+    user_answered: bool
+
+    @classmethod
+    def of(cls, messages: Sequence[Message]) -> "Exchange":
+        """Returns it of the messages after the task's."""
+        called = (call.name for message in messages for call in message.tool_calls)
+        answered = (message.name for message in messages if message.role == "tool")
+        return cls(
+            tools_called=tuple(dict.fromkeys(called)),
+            tools_answered=tuple(dict.fromkeys(answered)),
+            user_answered=any(message.role == "user" for message in messages),
+        )
+
+
+class MessageSource(FieldSource[tuple[Message, ...]]):
+    """Makes the messages of a trajectory that came from another process.
+
+    Args:
+        exchange: What the messages say about who took part.
+    """
+
+    __slots__ = ("exchange",)
+
+    def __init__(self, exchange: Exchange) -> None:
+        super().__init__()
+        self.exchange = exchange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory(LateField[MessageSource]):
     """One attempt that has ended.
 
     Attributes:
@@ -98,6 +141,8 @@ class Trajectory:
         ValueError: `stop` and `error` contradict, the reward is refused by `check_reward`, or the
             sample rewards do not fit the samples.
     """
+
+    _LATE: ClassVar[str] = "messages"
 
     task: AgentTask
     samples: tuple[Tokens, ...]
@@ -147,6 +192,30 @@ class Trajectory:
             stop=StopReason.ERROR,
             error=error,
         )
+
+    def replaced(self, **changes: Any) -> Self:
+        """Returns it with other values, as `dataclasses.replace`, and makes no messages for that.
+
+        Raises:
+            TypeError: There is no such field.
+            ValueError: As the class.
+        """
+        source = self.source
+        if source is None or self._LATE in changes:
+            return replace(self, **changes)
+        values = self.values_but_late()
+        if unknown := changes.keys() - values.keys():
+            raise TypeError(f"a trajectory has no field {', '.join(sorted(unknown))}")
+        made = self.of_source(source, **values | changes)
+        made.__post_init__()
+        return made
+
+    @property
+    def exchange(self) -> Exchange:
+        """Who took part after the task's messages; known without making `messages`."""
+        if self.source is not None:
+            return self.source.exchange
+        return Exchange.of(self.messages[len(self.task.messages) :])
 
     @property
     def tokens(self) -> Tokens:

@@ -28,10 +28,12 @@ One task owns a transcript; nothing waits.
 
 import enum
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Final, Self
 
 from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray
+from treadle.agent_loop.tokens.late_field import FieldSource, LateField
 from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
 from treadle.agent_loop.types import Completion, RoutedExperts
 
@@ -54,8 +56,83 @@ class Span:
     weight_version: int | None = None
 
 
+_ORIGINS: Final = tuple(Origin)
+_MAX_NUMBER: Final = 2**32 - 1
+
+
+class SpanTable(FieldSource[tuple[Span, ...]]):
+    """Spans as numbers, without an object for each.
+
+    Args:
+        values: uint32, [4 N]: of N spans the numbers of their origins in `Origin`, then all starts,
+            all stops, and all weight versions plus one, or 0 for none.
+    """
+
+    __slots__ = ("_num_sampled", "values")
+
+    def __init__(self, values: IntArray) -> None:
+        super().__init__()
+        self.values = values
+        self._num_sampled: int | None = None
+
+    @classmethod
+    def of(cls, spans: Sequence[Span]) -> Self | None:
+        """Returns the spans as numbers; None if one has what no `Transcript` writes there."""
+        if not all(type(span) is Span for span in spans):
+            return None
+        origins = [span.origin for span in spans]
+        starts, stops = [span.start for span in spans], [span.stop for span in spans]
+        versions = [0 if s.weight_version is None else s.weight_version + 1 for s in spans]
+        if not all(type(origin) is Origin for origin in origins):
+            return None
+        if any(s.weight_version is not None and s.weight_version < 0 for s in spans):
+            return None
+        numbers = [*starts, *stops, *versions]
+        if not all(type(number) is int and 0 <= number <= _MAX_NUMBER for number in numbers):
+            return None
+        return cls(IntArray([*map(_ORIGINS.index, origins), *numbers]))
+
+    def __len__(self) -> int:
+        return len(self.values) // 4
+
+    @property
+    def columns(self) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+        """[N] origins, starts, stops, and weight versions plus one."""
+        values, count = self.values, len(self)
+        return (
+            values[:count],
+            values[count : 2 * count],
+            values[2 * count : 3 * count],
+            values[3 * count :],
+        )
+
+    @property
+    def num_sampled(self) -> int:
+        """Number of sampled tokens."""
+        if self._num_sampled is None:
+            self._num_sampled = sum(
+                stop - start for origin, start, stop, _ in self.rows() if origin is Origin.SAMPLED
+            )
+        return self._num_sampled
+
+    def rows(self) -> Iterator[tuple[Origin, int, int, int | None]]:
+        """Yields origin, start, stop and weight version of each span."""
+        for origin, start, stop, version in zip(*self.columns, strict=True):
+            yield _ORIGINS[origin], start, stop, version - 1 if version else None
+
+    def make(self) -> tuple[Span, ...]:
+        """Returns the spans."""
+        return tuple(
+            Span(origin=origin, start=start, stop=stop, weight_version=version)
+            for origin, start, stop, version in self.rows()
+        )
+
+    def __reduce__(self) -> tuple[type[Self], tuple[IntArray]]:
+        return type(self), (self.values,)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)
-class Tokens:
+class Tokens(LateField[SpanTable]):
     """A frozen transcript of L tokens. L is 0 only in a trajectory that failed.
 
     Attributes:
@@ -70,6 +147,8 @@ class Tokens:
     Raises:
         ValueError: There are not as many log-probabilities as ids, or the spans end elsewhere.
     """
+
+    _LATE: ClassVar[str] = "spans"
 
     ids: IntArray
     logprobs: FloatArray
@@ -102,19 +181,30 @@ class Tokens:
         """Returns the tokens of an attempt that failed."""
         return cls(ids=(), logprobs=(), spans=())
 
+    def runs(self) -> Iterable[tuple[Origin, int, int, int | None]]:
+        """Yields origin, start, stop and weight version of each span, without making `spans`."""
+        if self.source is not None:
+            return self.source.rows()
+        return ((s.origin, s.start, s.stop, s.weight_version) for s in self.spans)
+
+    @property
+    def span_table(self) -> SpanTable | None:
+        """The spans as numbers; None if one has what no `Transcript` writes there."""
+        return SpanTable.of(self.spans) if self.source is None else self.source
+
     @property
     def loss_mask(self) -> BoolArray:
         """[L]; True on sampled tokens. Made of the spans at each call."""
         mask = bytearray(len(self.ids))
-        for span in self.spans:
-            if span.origin is Origin.SAMPLED:
-                mask[span.start : span.stop] = b"\x01" * (span.stop - span.start)
+        for origin, start, stop, _ in self.runs():
+            if origin is Origin.SAMPLED:
+                mask[start:stop] = b"\x01" * (stop - start)
         return BoolArray.of_buffer(mask)
 
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens before the first completion."""
-        return self.spans[0].stop if self.spans else 0
+        return next((stop for _, _, stop, _ in self.runs()), 0)
 
     @property
     def prompt_ids(self) -> IntArray:
@@ -129,12 +219,14 @@ class Tokens:
     @property
     def num_sampled_tokens(self) -> int:
         """Number of tokens under the loss mask."""
+        if self.source is not None:
+            return self.source.num_sampled
         return sum(s.stop - s.start for s in self.spans if s.origin is Origin.SAMPLED)
 
     @property
     def weight_versions(self) -> tuple[int, int] | None:
         """Oldest and newest weight version of the sampled tokens; None if there are none."""
-        versions = [s.weight_version for s in self.spans if s.weight_version is not None]
+        versions = [version for *_, version in self.runs() if version is not None]
         return (min(versions), max(versions)) if versions else None
 
 

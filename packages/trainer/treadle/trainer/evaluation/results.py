@@ -101,8 +101,8 @@ def make_results(
 
 
 def _weight_versions(trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
-    spans = (span for each in trajectories for sample in each.samples for span in sample.spans)
-    return tuple(sorted({s.weight_version for s in spans if s.weight_version is not None}))
+    runs = (run for each in trajectories for sample in each.samples for run in sample.runs())
+    return tuple(sorted({version for *_, version in runs if version is not None}))
 
 
 def _server(server: ServerInfo) -> Mapping[str, object]:

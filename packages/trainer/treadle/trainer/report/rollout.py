@@ -206,8 +206,7 @@ def ground_truth(trajectory: Trajectory) -> object:
 
 def called_a_tool(trajectory: Trajectory) -> bool:
     """True if the model wrote at least one well-formed call; the tool need not exist."""
-    given = len(trajectory.task.messages)
-    return any(message.tool_calls for message in trajectory.messages[given:])
+    return bool(trajectory.exchange.tools_called)
 
 
 def _mean(trajectories: Sequence[Trajectory], number: Callable[[Trajectory], float]) -> float:

@@ -95,15 +95,12 @@ def _sources_used(trajectory: Trajectory) -> set[str]:
     came after the row's own messages counts. A result without a name is of `_UNNAMED`, and so may
     be any other, since an error without a name does not say which tool failed.
     """
-    used = {_REWARD}
-    for message in trajectory.messages[len(trajectory.task.messages) :]:
-        match message.role:
-            case "tool":
-                used.add(_UNNAMED)
-                if message.name:
-                    used.add(f"tool {message.name!r}")
-            case "user":
-                used.add(_INTERACTION)
+    used, exchange = {_REWARD}, trajectory.exchange
+    if exchange.tools_answered:
+        used.add(_UNNAMED)
+        used |= {f"tool {name!r}" for name in exchange.tools_answered if name}
+    if exchange.user_answered:
+        used.add(_INTERACTION)
     # The reply that ends a conversation is no message.
     if any(m.name == "interaction/replies" and m.value > 0 for m in trajectory.metrics):
         used.add(_INTERACTION)

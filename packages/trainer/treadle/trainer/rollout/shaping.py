@@ -42,8 +42,7 @@ def shaped(trajectory: Trajectory, config: Config) -> Trajectory:
     right = accuracy(trajectory)
     if right is not None and reported_accuracy(trajectory) is None:  # the penalty would hide it
         metrics.append(Metric("reward/accuracy", right))
-    return replace(
-        trajectory,
+    return trajectory.replaced(
         reward=trajectory.reward + penalty,
         sample_rewards=tuple(
             replace(given, value=given.value + penalty_of(by_player[given.player]))

@@ -451,11 +451,11 @@ def _stale(tokens: Tokens, version: int) -> BoolArray | None:
     """
     stale = bytearray(len(tokens.ids))
     last_stop = -1
-    for span in tokens.spans:
-        if span.weight_version is None:
+    for _, start, stop, sampled_by in tokens.runs():
+        if sampled_by is None:
             continue
-        older = span.weight_version < version
-        goes_on = span.start == last_stop and bool(stale[last_stop - 1])
-        stale[span.start : span.stop] = bytes([older or goes_on]) * (span.stop - span.start)
-        last_stop = span.stop
+        older = sampled_by < version
+        goes_on = start == last_stop and bool(stale[last_stop - 1])
+        stale[start:stop] = bytes([older or goes_on]) * (stop - start)
+        last_stop = stop
     return BoolArray.of_buffer(stale) if any(stale) else None

@@ -8,16 +8,19 @@ Invariants:
 2. The values of tokens, images and chosen experts are frames: the driver copies each once, out of
    the message, and makes no object per token. Log-probabilities travel of sampled tokens only,
    where the others are 0; the driver fills these in.
-3. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
+3. Messages with their calls stay bytes until somebody reads them, and spans stay numbers: the
+   driver makes no object per turn. What it asks of every trajectory comes beside them.
+4. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
    user's modules: a foreign error becomes the nearest of `agent_loop.errors`, and a trajectory that
    cannot be packed here, or read there, becomes a failed one.
 
 Pickle restores an object of a frozen class by Python code, field by field, which was most of what
 a trajectory cost the driver. So objects are taken apart into columns (`_Form`), and made again
-without the checks that they passed where they were made. Where one is of a subclass, all are
-pickled as they are.
+without the checks that they passed where they were made. Where one is of a subclass, or holds what
+is no plain value, all are pickled as they are, and made at once.
 """
 
+import io
 import pickle
 import traceback
 from collections import deque
@@ -26,7 +29,7 @@ from dataclasses import fields
 from itertools import islice
 from operator import attrgetter
 from pickle import PickleBuffer
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from treadle.agent_loop import (
     AgentTask,
@@ -38,13 +41,15 @@ from treadle.agent_loop import (
     PlacedImage,
     RolloutError,
     RoutedExperts,
-    Span,
     Tokens,
     ToolCall,
     Trajectory,
 )
+from treadle.agent_loop.tokens.transcript import SpanTable
+from treadle.agent_loop.trajectory import Exchange, MessageSource
 
 __all__ = [
+    "PackedMessages",
     "PackedTrajectory",
     "WorkerLostError",
     "WorkerTraceback",
@@ -106,13 +111,67 @@ class _Form(Generic[T]):
         return made
 
 
-_TRAJECTORY = _Form(Trajectory, "task", "messages", "samples", "error")
+_APART = ("task", "messages", "samples", "error")
+_TRAJECTORY = _Form(Trajectory, *_APART)
+_NAMES = [f.name for f in fields(Trajectory) if f.name not in _APART]
 _MESSAGE = _Form(Message, "tool_calls", "images")
 _CALL = _Form(ToolCall)
-_TOKENS = _Form(Tokens, "logprobs", "spans", "images", "routed_experts")
-_SPAN = _Form(Span)
+_TOKENS = _Form(Tokens)
 _PLACED = _Form(PlacedImage, "image")
 _EXPERTS = _Form(RoutedExperts, "data")
+
+
+class _NotPlainError(Exception):
+    """An object is of a class."""
+
+
+class _PlainPickler(pickle.Pickler):
+    """Pickles strings, numbers, bytes and their collections, whatever is read back of them."""
+
+    def reducer_override(self, obj: object) -> Any:
+        """Refuses all that pickle would name a class or a function for."""
+        raise _NotPlainError(type(obj).__name__)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads what `_PlainPickler` writes, and runs no code for it, whoever wrote it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuses all classes and functions."""
+        raise pickle.UnpicklingError(f"messages have plain values, and not {module}.{name}")
+
+
+class PackedMessages(MessageSource):
+    """Messages as a worker packed them.
+
+    Args:
+        given: Those that the task began with, which come first.
+        packed: The others.
+        images: All that the trajectory shows, for the numbers in `packed`.
+        exchange: See `MessageSource`.
+    """
+
+    __slots__ = ("_given", "_images", "_packed")
+
+    def __init__(
+        self,
+        given: tuple[Message, ...],
+        packed: bytes,
+        images: tuple[Image, ...],
+        exchange: Exchange,
+    ) -> None:
+        super().__init__(exchange)
+        self._given = given
+        self._packed = packed
+        self._images = images
+
+    def make(self) -> tuple[Message, ...]:
+        """Returns the messages."""
+        apart = _PlainUnpickler(io.BytesIO(self._packed)).load()
+        return (*self._given, *_messages(apart, self._images))
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
+        return type(self), (self._given, self._packed, self._images, self.exchange)
 
 
 def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
@@ -147,12 +206,15 @@ def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
 
     messages = _messages_apart(trajectory.messages[kept:], number)
     samples = [_tokens_apart(tokens, number) for tokens in trajectory.samples]
+    packed = None if isinstance(messages, tuple) else _plain(messages)
+    exchange = trajectory.exchange
     flat = (
         _TRAJECTORY.apart([trajectory]),
         None if same else trajectory.task,
         kept,
-        messages,
+        (exchange.tools_called, exchange.tools_answered, exchange.user_answered),
         samples,
+        messages if packed is None else PickleBuffer(packed),
         error,
         text,
         [(image.mime, PickleBuffer(image.data)) for image in list(numbers)[first:]],
@@ -182,21 +244,35 @@ def unpack_trajectory(
         )
         problem.__traceback__ = None  # as in `pack_trajectory`
         return Trajectory.failed(task, cause)
-    columns, other, kept, messages, samples, error, text, others = flat
+    columns, other, kept, took_part, samples, messages, error, text, others = flat
     if error is not None:
         error.__cause__ = WorkerTraceback(text)
     images = _images_of(task)
     for mime, data in others:
         image = Image(data=data, mime=mime)
         images.append(known.setdefault(image, image))
-    [trajectory] = _TRAJECTORY.make(
-        columns,
-        [task if other is None else other],
-        [(*task.messages[:kept], *_messages(messages, images))],
-        [tuple(_tokens(each, images) for each in samples)],
-        [error],
-    )
-    return trajectory
+    values: dict[str, Any] = {name: value for name, [value] in zip(_NAMES, columns, strict=True)}
+    values["task"] = task if other is None else other
+    values["samples"] = tuple(_tokens(each, images) for each in samples)
+    values["error"] = error
+    given = task.messages[:kept]
+    if isinstance(messages, tuple | list):
+        every = (*given, *_messages(messages, images))
+        return Trajectory(**values, messages=every)
+    called, answered, by_user = took_part
+    exchange = Exchange(tools_called=called, tools_answered=answered, user_answered=by_user)
+    source = PackedMessages(given, bytes(messages), tuple(images), exchange)
+    return Trajectory.of_source(source, **values)
+
+
+def _plain(apart: object) -> bytes | None:
+    """Returns a pickle of plain values; None if some are of a class, which the driver may lack."""
+    written = io.BytesIO()
+    try:
+        _PlainPickler(written, protocol=5).dump(apart)
+    except _NotPlainError:
+        return None
+    return written.getvalue()
 
 
 def _images_of(task: AgentTask) -> list[Image]:
@@ -216,7 +292,7 @@ def _messages_apart(messages: tuple[Message, ...], number: Callable[[Image], int
     ]
 
 
-def _messages(apart: Any, images: list[Image]) -> Sequence[Message]:
+def _messages(apart: Any, images: Sequence[Image]) -> Sequence[Message]:
     if isinstance(apart, tuple):
         return apart
     columns, counts, calls, numbers = apart
@@ -229,13 +305,14 @@ def _messages(apart: Any, images: list[Image]) -> Sequence[Message]:
 
 
 def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
-    if not (_TOKENS.fits([tokens]) and _SPAN.fits(tokens.spans) and _PLACED.fits(tokens.images)):
+    table = tokens.span_table
+    if table is None or not (_TOKENS.fits([tokens]) and _PLACED.fits(tokens.images)):
         return tokens
     experts = [] if tokens.routed_experts is None else [tokens.routed_experts]
     return [
         tokens.ids,
-        PickleBuffer(_sampled(tokens)),
-        _SPAN.apart(tokens.spans),
+        PickleBuffer(_sampled(tokens, table)),
+        table.values,
         _PLACED.apart(tokens.images),
         [number(placed.image) for placed in tokens.images],
         _EXPERTS.apart(experts),
@@ -246,26 +323,25 @@ def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
 def _tokens(apart: Any, images: list[Image]) -> Tokens:
     if isinstance(apart, Tokens):
         return apart
-    ids, logprobs, columns, placed, numbers, experts, data = apart
-    spans = _SPAN.make(columns)
-    [tokens] = _TOKENS.make(
-        [[ids]],
-        [FloatArray.of_buffer(_of_all(logprobs, spans, len(ids)))],
-        [tuple(spans)],
-        [tuple(_PLACED.make(placed, [images[number] for number in numbers]))],
-        [next(iter(_EXPERTS.make(experts, data)), None)],
+    ids, logprobs, spans, placed, numbers, experts, data = apart
+    table = SpanTable(spans)
+    return Tokens.of_source(
+        table,
+        ids=ids,
+        logprobs=FloatArray.of_buffer(_of_all(logprobs, table, len(ids))),
+        images=tuple(_PLACED.make(placed, [images[number] for number in numbers])),
+        routed_experts=next(iter(_EXPERTS.make(experts, data)), None),
     )
-    return tokens
 
 
-def _sampled(tokens: Tokens) -> bytes | memoryview:
+def _sampled(tokens: Tokens, spans: SpanTable) -> bytes | memoryview:
     """Returns the log-probabilities of sampled tokens, or of all if another one has any."""
     whole: Any = tokens.logprobs.data.cast("B")
-    sampled = b"".join(whole[start:stop] for start, stop in _places(tokens.spans))
-    return sampled if _of_all(sampled, tokens.spans, len(tokens.ids)) == whole else whole
+    sampled = b"".join(whole[start:stop] for start, stop in _places(spans))
+    return sampled if _of_all(sampled, spans, len(tokens.ids)) == whole else whole
 
 
-def _of_all(logprobs: bytes, spans: Sequence[Span], length: int) -> bytes | bytearray:
+def _of_all(logprobs: bytes, spans: SpanTable, length: int) -> bytes | bytearray:
     """Returns the log-probabilities of all tokens, of what `_sampled` returned."""
     if len(logprobs) == _FLOAT_BYTES * length:
         return logprobs
@@ -277,11 +353,11 @@ def _of_all(logprobs: bytes, spans: Sequence[Span], length: int) -> bytes | byte
     return whole
 
 
-def _places(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
+def _places(spans: SpanTable) -> Iterator[tuple[int, int]]:
     """Yields where the memory of the log-probabilities of sampled tokens starts and stops."""
-    for span in spans:
-        if span.origin is Origin.SAMPLED:
-            yield _FLOAT_BYTES * span.start, _FLOAT_BYTES * span.stop
+    for origin, start, stop, _ in spans.rows():
+        if origin is Origin.SAMPLED:
+            yield _FLOAT_BYTES * start, _FLOAT_BYTES * stop
 
 
 def _portable(error: RolloutError) -> RolloutError:

@@ -1,13 +1,17 @@
 """Tests of how trajectories travel; `tests/e2e/loop_worker_test.py` has a real worker."""
 
+import copy
 import gc
 import pickle
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from treadle.agent_loop import (
     AgentTask,
@@ -141,6 +145,141 @@ def test_a_token_is_no_object_in_the_driver() -> None:
     assert large - small < 100, "bytes that are no memory of arrays"
     _, (ids, logprobs, *_) = pack_trajectory(ended(task(), part=10_000), task())
     assert [memoryview(frame).nbytes for frame in (ids, logprobs)] == [3 * 40_000, 40_000]
+
+
+_TEXTS = st.text(st.characters(), max_size=4)  # with halves of surrogate pairs
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | _TEXTS,
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_TEXTS, inner, max_size=2),
+    max_leaves=4,
+)
+_CALLS = st.builds(
+    ToolCall, id=_TEXTS, name=_TEXTS, arguments=st.dictionaries(_TEXTS, _VALUES, max_size=2)
+)
+_IMAGES = st.lists(st.sampled_from([SHOWN, ZOOMED]), max_size=2).map(tuple)
+_MESSAGES = st.one_of(
+    st.builds(
+        Message,
+        role=st.just("assistant"),
+        content=_TEXTS,
+        tool_calls=st.lists(_CALLS, max_size=2).map(tuple),
+        reasoning=st.none() | _TEXTS,
+    ),
+    st.builds(
+        Message,
+        role=st.just("tool"),
+        content=_TEXTS,
+        tool_call_id=st.none() | _TEXTS,
+        name=st.none() | _TEXTS,
+        images=_IMAGES,
+    ),
+    st.builds(Message, role=st.just("user"), content=_TEXTS, images=_IMAGES),
+)
+
+
+@st.composite
+def _samples(draw: st.DrawFn) -> Tokens:
+    versions = st.none() | st.sampled_from([-1, 0, 7, 2**32 - 2, 2**40])
+    spans, stop = [], 0
+    for origin in draw(st.lists(st.sampled_from(Origin), max_size=5)):
+        start, stop = stop, stop + draw(st.integers(1, 3))
+        spans.append(Span(origin=origin, start=start, stop=stop, weight_version=draw(versions)))
+    floats = st.floats(width=32, allow_nan=False)
+    logprobs = draw(st.lists(st.just(0.0) | floats, min_size=stop, max_size=stop))
+    return Tokens(ids=range(stop), logprobs=logprobs, spans=tuple(spans))
+
+
+def _made(trajectory: Trajectory) -> list[bool]:
+    """Returns which messages and spans of those that came as bytes somebody has read."""
+    sources = [trajectory.source, *(sample.source for sample in trajectory.samples)]
+    return [source.is_made for source in sources if source is not None]
+
+
+def _numbers(trajectory: Trajectory) -> list[object]:
+    """Returns what the driver asks of every trajectory."""
+    return [
+        trajectory.exchange,
+        *(
+            (tuple(t.loss_mask), t.num_prompt_tokens, t.num_sampled_tokens, t.weight_versions)
+            for t in trajectory.samples
+        ),
+        *(tuple(sample.runs()) for sample in trajectory.samples),
+    ]
+
+
+_READ: dict[str, Callable[[Trajectory], object]] = {
+    "messages": lambda t: t.messages,
+    "spans": lambda t: [sample.spans for sample in t.samples],
+    "final_text": lambda t: t.final_text,
+    "numbers": _numbers,
+    "repr": repr,
+    "pickle": lambda t: pickle.loads(pickle.dumps(t)),
+    "pickle_2": lambda t: pickle.loads(pickle.dumps(t, protocol=2)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "replace": lambda t: replace(t, answer="another"),
+    "replaced": lambda t: t.replaced(answer="another"),
+    "self": lambda t: t,
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    messages=st.lists(_MESSAGES, max_size=5),
+    samples=st.lists(_samples(), max_size=2),
+    keeps=st.booleans(),
+    order=st.permutations(list(_READ)),
+)
+def test_what_is_made_late_is_what_would_be_made_at_once(
+    messages: list[Message], samples: list[Tokens], keeps: bool, order: list[str]
+) -> None:
+    of, known = task(0, SHOWN), dict[Image, Image]()
+    whole = Trajectory(
+        task=of,
+        samples=tuple(samples),
+        messages=(*(of.messages if keeps else ()), *messages),
+        stop=StopReason.FINISHED,
+    )
+    arrived = sent(whole, of, known)
+    assert arrived.source is not None
+    assert _numbers(arrived) == _numbers(whole)
+    assert not any(_made(arrived))
+    assert not any(_made(pickle.loads(pickle.dumps(arrived))))
+    assert not any(_made(arrived.replaced(reward=1.0)))
+    for name in order:
+        assert _READ[name](arrived) == _READ[name](whole), name
+    assert arrived.messages is arrived.messages
+    assert type(arrived.messages) is tuple
+    assert (arrived == whole) is (whole == arrived) is True
+    assert arrived != replace(whole, answer="another")
+    shown = {id(image) for message in arrived.messages for image in message.images}
+    assert shown <= {id(SHOWN), id(known.get(ZOOMED))}
+
+
+def test_what_arrived_late_is_as_frozen_and_has_no_other_fields() -> None:
+    arrived = sent(ended(task()), task(), {})
+    with pytest.raises(AttributeError, match="cannot assign to field 'messages'"):
+        arrived.messages = ()  # type: ignore[misc]
+    with pytest.raises(AttributeError, match="has no attribute 'message'"):
+        arrived.message  # type: ignore[attr-defined]  # noqa: B018
+    with pytest.raises(TypeError, match="no field rewards"):
+        arrived.replaced(rewards=1.0)
+    with pytest.raises(ValueError, match="must be a finite number"):
+        arrived.replaced(reward=float("nan"))
+
+
+def test_a_turn_is_no_object_in_the_driver() -> None:
+    def count(num_turns: int) -> int:
+        of, known = task(), dict[Image, Image]()
+        packed = pickle.dumps(pack_trajectory(ended(of, num_turns=num_turns), of), protocol=5)
+        gc.collect()
+        before = len(gc.get_objects())
+        arrived = unpack_trajectory(pickle.loads(packed), of, known)
+        assert len(_numbers(arrived)) == 3
+        return len(gc.get_objects()) - before
+
+    count(1)  # caches
+    assert count(100) <= count(1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,6 @@ import pickle
 import zlib
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -159,7 +158,7 @@ class GroupStore:
         return self._directory / f"group-{number:010d}"
 
     def _write(self, ended: Waiting) -> None:
-        members = [replace(t, task=_NO_TASK) for t in ended.group.trajectories]
+        members = [t.replaced(task=_NO_TASK) for t in ended.group.trajectories]
         indices = [t.task.rollout_index for t in ended.group.trajectories]
         try:
             data = pickle.dumps((ended.number, ended.birth, indices, members), _PICKLE_PROTOCOL)
@@ -184,7 +183,7 @@ class GroupStore:
             raise ValueError(f"it is of group {written}")
         tasks = {task.rollout_index: task for task in self._tasks(number)}
         trajectories = tuple(
-            replace(trajectory, task=tasks[index])
+            trajectory.replaced(task=tasks[index])
             for index, trajectory in zip(indices, members, strict=True)
         )
         if len(trajectories) != len(tasks):
