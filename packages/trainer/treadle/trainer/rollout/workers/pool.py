@@ -9,9 +9,10 @@ Invariants:
    sink has taken its trajectory. No worker has more than it asked for, nor more than its share of
    them, so that the first to ask does not get all. So nothing here grows without a bound: what is
    held is what is in flight.
-3. A worker whose connection ends, or that gives no sign of life for `rollout.unresponsive_s`, is
-   lost. It is ended and started again in the background, as often as `agent.max_worker_restarts`
-   allows in all. When none is left, the runs end with `NoWorkerLeftError`.
+3. A worker whose process or connection ends, or that gives no sign of life for
+   `rollout.unresponsive_s`, is lost. It is ended and started again in the background, as often as
+   `agent.max_worker_restarts` allows in all. When none is left, the runs end with
+   `NoWorkerLeftError`.
 4. When a run has ended, however, no worker has a task of it: it is told so, and cancels them.
 
 Who waits: a run's intake for a free place; its delivery for a trajectory; tasks that no worker has

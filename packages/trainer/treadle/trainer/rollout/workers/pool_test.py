@@ -32,6 +32,7 @@ from treadle.trainer.launch.process import LostProcessError, ProcessError, Proce
 from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.workers import worker_process
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Alive,
@@ -91,6 +92,9 @@ class Program:
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     ends_all: bool = False
     node: str = "n"
+    threads_before: set[threading.Thread] = field(
+        default_factory=lambda: set(threading.enumerate())
+    )
 
     async def ready(self, deadline_s: float) -> str:
         if self.falls == "before it is connected":
@@ -136,8 +140,16 @@ class Program:
 
     def _take(self, message: object) -> None:
         assert self.link is not None
-        if isinstance(message, Setup) and self.falls:
+        if isinstance(message, Setup) and self.falls == "before it is set up":
             self.die()
+        elif isinstance(message, Setup) and self.falls == "when it is ready":
+            self.link.send(Ready())
+            self.link.close(flushed_s=10.0)
+            self.dead.set()
+            # Holds the event loop up until the driver has read both: Ready, and the end.
+            for thread in set(threading.enumerate()) - self.threads_before:
+                if thread.name == "link reader":
+                    thread.join()
         elif isinstance(message, Setup):
             self.link.send(Ready() if self.refusal is None else Refused(self.refusal))
         elif isinstance(message, Give):
@@ -413,21 +425,40 @@ async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> N
         await start(1, refusals=["no such loop"])
 
 
-@pytest.mark.parametrize("falls", ["before it is connected", "before it is set up"])
+@pytest.mark.parametrize(
+    "falls", ["before it is connected", "before it is set up", "when it is ready"]
+)
 async def test_a_worker_that_ends_before_it_is_ready_is_started_again(
     start: Start, falls: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    harness = await start(2, falls=falls)
-    names = sorted(program.name for program in harness.machine.programs)
-    assert names == ["worker-0", "worker-0-restart-1", "worker-1"]
+    harness = await start(1, falls=falls)
+    names = [program.name for program in harness.machine.programs]
+    assert names == ["worker-0", "worker-0-restart-1"]
     assert harness.workers.take_metrics() == {
-        "workers/live": 2.0,
+        "workers/live": 1.0,
         "workers/lost": 1.0,
         "workers/restarted": 1.0,
     }
     assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0\n" in caplog.text
     with pytest.raises(LostProcessError, match="was ended by SIGKILL"):
         await start(1, "agent.max_worker_restarts=0", falls=falls)
+
+
+async def test_a_worker_that_ends_and_whose_connection_does_not_is_lost(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_process, "_LAST_WORDS_S", 0.01)
+    harness = await start(1)
+    running = harness.run(1)
+    first = await harness.machine.started.get()
+    await first.asks(1)
+    await first.next(Give)
+    first.dead.set()  # a reward's pool of processes still has the connection
+    replacement = await harness.machine.started.get()
+    await replacement.asks(1)
+    replacement.end_all()
+    await running
+    assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0\n" in caplog.text
 
 
 async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFixture) -> None:

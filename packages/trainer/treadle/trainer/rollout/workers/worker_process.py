@@ -39,6 +39,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 _GRACE_S = 5.0
 _EXIT_S = 2.0
+_LAST_WORDS_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -56,6 +57,7 @@ class LoopWorker:
         open_asks: Run -> number of tasks that it asked for and was not given.
         num_given: Run -> number of tasks that it was given and that have not ended.
         lost: Whether it is given up.
+        watching: Waits for the end of the process, once it is ready.
     """
 
     name: str
@@ -68,6 +70,7 @@ class LoopWorker:
     open_asks: Counter[int] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)
     lost: bool = False
+    watching: asyncio.Task[None] | None = None
 
     @property
     def place(self) -> str:
@@ -90,6 +93,8 @@ class LoopWorker:
 
     async def stop(self, grace_s: float = _GRACE_S) -> None:
         """Ends it."""
+        if self.watching is not None:
+            self.watching.cancel()
         if self.link is not None and not self.lost:
             self.link.send(Stop())
             await wait_until_ended(self.process, grace_s)
@@ -119,7 +124,7 @@ async def start_worker(
         process_name: Names its log.
         key: Of the run's connections.
         on_message: Called with what it says once it is ready.
-        on_end: Called when its connection ends.
+        on_end: Called when its connection ends, or the process does; so it may be called twice.
 
     Raises:
         LostProcessError: It ended after it had started and before it was set up.
@@ -163,9 +168,12 @@ async def start_worker(
             case _:
                 on_message(worker, message)
 
+    ends: list[EOFError] = []
+
     def end(problem: str | None) -> None:
+        ends.append(EOFError(problem or "it closed its connection"))
         if not worker.setup_done.done():
-            worker.setup_done.set_exception(EOFError(problem or "it closed its connection"))
+            worker.setup_done.set_exception(ends[0])
         on_end(worker, problem)
 
     try:
@@ -188,6 +196,8 @@ async def start_worker(
             worker.link = Link(connection, on_message=take, on_end=end)
             worker.send(setup)
             await worker.setup_done
+            if ends:  # it got ready and ended within one turn: `on_end` did not know it yet
+                raise ends[0]
     except (AuthenticationError, EOFError, OSError, TimeoutError) as error:
         end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")
         await _give_up(worker)
@@ -197,7 +207,15 @@ async def start_worker(
     except BaseException:
         await _give_up(worker)
         raise
+    worker.watching = asyncio.create_task(_watch(process, end), name=f"end of {process_name}")
     return worker
+
+
+async def _watch(process: Process, end: Callable[[None], None]) -> None:
+    """Tells that a process has ended, also where one that it forked keeps its connection open."""
+    await process.wait()
+    await asyncio.sleep(_LAST_WORDS_S)  # else the connection ends first, after what it sent last
+    end(None)
 
 
 async def _unless_ended(process: Process, connecting: Coroutine[Any, Any, _T]) -> _T:
