@@ -11,6 +11,8 @@ import pytest
 from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
+from treadle.trainer.rollout.workers.pool import NoWorkerLeftError
+from treadle.trainer.rollout.workers.router import RouterLostError
 
 _HEAVY = ("torch", "ray", "megatron", "pyarrow", "matplotlib", "grpc")
 
@@ -149,6 +151,8 @@ def test_a_row_without_a_column_is_found_by_the_dry_run(
         (OSError(errno.ENOSPC, "No space left on device"), 2, "run: No space left on device"),
         (KeyboardInterrupt(), 130, "interrupted"),
         (SystemExit(0), 1, "ended by exit(0): raise an error there instead"),
+        (NoWorkerLeftError("no loop worker is left"), 1, "error: no loop worker is left"),
+        (RouterLostError("after 8 restarts"), 1, "error: after 8 restarts"),
     ],
 )
 def test_what_ends_a_run_from_outside_is_one_line(

@@ -73,7 +73,7 @@ _log = logging.getLogger(__name__)
 _KILL_S = 0.5
 
 
-class NoWorkerLeftError(RuntimeError):
+class NoWorkerLeftError(ProcessError):
     """No loop worker is left; the message says how each ended."""
 
 

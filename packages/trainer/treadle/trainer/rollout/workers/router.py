@@ -4,9 +4,9 @@ Invariants:
 
 1. The router knows the servers that the driver last named (`set_replicas`). While it does not
    answer, workers continue with its last answers; a session that is new waits for it.
-2. A router that ended, or gave no answer for `rollout.unresponsive_s`, is started again at the same
-   address, which the workers keep, with the servers of the moment; as often as
-   `agent.max_worker_restarts` allows. Sessions come back with their next call.
+2. A router that ended, also before it served, or gave no answer for `rollout.unresponsive_s`, is
+   started again at the same address, which the workers keep, with the servers of the moment; as
+   often as `agent.max_worker_restarts` allows in all. Sessions come back with their next call.
 
 Who waits: one task here for the end of the process or the next look.
 """
@@ -26,6 +26,7 @@ from treadle.trainer.launch.process import (
     Process,
     ProcessError,
     ProcessSpec,
+    wait_until_ended,
     watch_parent,
 )
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -37,9 +38,11 @@ __all__ = ["RouterLostError", "RunRouter", "main"]
 
 _log = logging.getLogger(__name__)
 _VALID_FOR_S = 5.0
+_EXIT_S = 2.0
+_KILL_S = 0.1
 
 
-class RouterLostError(RuntimeError):
+class RouterLostError(ProcessError):
     """The routing service is gone, and may not be started again."""
 
 
@@ -76,13 +79,20 @@ class RunRouter:
         self._taken = 0
 
     async def start(self, replicas: Sequence[str]) -> None:
-        """Starts the router with these servers.
+        """Starts the router with these servers, and again if it ends before it serves.
 
         Raises:
-            ProcessError: It does not start.
+            RouterLostError: It ended, and may not be started again.
+            ProcessError: It cannot be run, or does not serve within `launch.start_deadline_s`.
         """
         self._replicas = tuple(replicas)
-        await self._start("{host}:0")
+        address = "{host}:0"
+        try:
+            await self._start(address)
+        except ProcessError as error:
+            if self._process is None or await wait_until_ended(self._process, _EXIT_S) is None:
+                raise
+            await self._start_again(address, str(error))
         self._admin = RouterAdmin(
             self._address, ServerSecurity.of(self._config.rollout).read(), timeout_s=self._CALL_S
         )
@@ -188,7 +198,7 @@ class RunRouter:
                     _log.warning("%s", error)
                     limit_s = self._config.rollout.unresponsive_s
                     if clock() - answered >= limit_s and not ended.done():
-                        await self._process.stop(0.1)
+                        await self._process.stop(_KILL_S)
                         ended.cancel()
                         ended = await self._replace(
                             f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
@@ -200,7 +210,7 @@ class RunRouter:
             ended.cancel()
 
     async def _replace(self, cause: str) -> "asyncio.Task[int]":
-        """Starts the router again, and again if it ends before it serves.
+        """Starts the router again; returns what waits for its end.
 
         Raises:
             RouterLostError: It may not be started again.
@@ -208,23 +218,33 @@ class RunRouter:
         assert self._process is not None
         tail = await self._process.log_tail(10)
         text = f"the router ({self._address}) {cause}; its log ends with:\n{tail}"
+        await self._start_again(self._address, text)
+        self._changed.set()  # it was not told which servers drain
+        return asyncio.create_task(self._process.wait(), name="end of the router")
+
+    async def _start_again(self, address: str, text: str) -> None:
+        """Starts the router again, and again if it ends before it serves.
+
+        Args:
+            address: Where it is to listen.
+            text: How it ended.
+
+        Raises:
+            RouterLostError: It may not be started again.
+        """
+        assert self._process is not None
         limit = self._config.agent.max_worker_restarts
         while self._num_restarts < limit:
             self._num_restarts += 1
             _log.warning("%s\nit is started again", text)
             try:
-                await self._start(self._address)
+                await self._start(address)
             except ProcessError as error:
                 text = str(error)
-                await self._process.stop(0.1)
+                await self._process.stop(_KILL_S)
                 continue
-            break
-        else:
-            raise RouterLostError(
-                f"after {limit} restarts (agent.max_worker_restarts={limit}), {text}"
-            )
-        self._changed.set()  # it was not told which servers drain
-        return asyncio.create_task(self._process.wait(), name="end of the router")
+            return
+        raise RouterLostError(f"after {limit} restarts (agent.max_worker_restarts={limit}), {text}")
 
     async def _start(self, address: str) -> None:
         number = self._num_restarts

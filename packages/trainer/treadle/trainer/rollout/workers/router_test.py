@@ -3,8 +3,9 @@
 import asyncio
 import os
 import platform
+import re
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -22,15 +23,16 @@ pytestmark = pytest.mark.asyncio
 
 
 class Launcher(LocalLauncher):
-    """Tells of what it started, and kills the first router that is started again."""
+    """Tells of what it started, and kills some before they serve."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, kills: Collection[str]) -> None:
         super().__init__(directory)
+        self._kills = kills
         self.started: asyncio.Queue[LocalProcess] = asyncio.Queue()
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         process = await super().start(spec)
-        if spec.name == "router-restart-1":
+        if spec.name in self._kills:
             os.kill(process.pid, signal.SIGKILL)
             return process
         self.started.put_nowait(process)
@@ -55,7 +57,7 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
     given = ["model.path=/m", "data.train_files=/t.jsonl", "agent.max_worker_restarts=2"]
     lost: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
     async with (
-        Launcher(tmp_path) as launcher,
+        Launcher(tmp_path, kills={"router-restart-1"}) as launcher,
         RunRouter(launcher, load_config([], given).config, on_lost=lost.set_result) as router,
     ):
         await router.start(["127.0.0.1:1", "127.0.0.1:2"])
@@ -82,3 +84,26 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
     assert isinstance(error, RouterLostError)
     assert "after 2 restarts (agent.max_worker_restarts=2), the router (127.0.0.1:" in str(error)
     assert f"was ended by SIGKILL on node {platform.node()}; its log ends with:" in str(error)
+
+
+@pytest.mark.parametrize("max_restarts", [1, 2])
+async def test_a_router_that_dies_before_it_first_served_is_started_again(
+    tmp_path: Path, max_restarts: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = ["model.path=/m", "data.train_files=/t.jsonl"]
+    config = load_config([], [*given, f"agent.max_worker_restarts={max_restarts}"]).config
+    ended = rf"was ended by SIGKILL on node {platform.node()} before it served; .* ends with:\n"
+    async with (
+        Launcher(tmp_path, kills={"router", "router-restart-1"}) as launcher,
+        RunRouter(launcher, config, on_lost=pytest.fail) as router,
+    ):
+        if max_restarts == 1:
+            with pytest.raises(RouterLostError, match=rf"after 1 restarts .*, router-.* {ended}"):
+                await router.start(["127.0.0.1:1"])
+            return
+        await router.start(["127.0.0.1:1"])
+        assert (await launcher.started.get()).name == "router-restart-2"
+        async with _asked(router.address) as client:
+            assert await client.replicas() == ["127.0.0.1:1"]
+        assert router.take_restarts() == 2
+    assert re.search(f"router {ended}.*\nit is started again", caplog.text)
