@@ -19,7 +19,12 @@ from typing import Self
 
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.gpus import visible_devices
-from treadle.trainer.launch.process import ProcessError, ProcessSpec, child_python_path
+from treadle.trainer.launch.process import (
+    LostProcessError,
+    ProcessError,
+    ProcessSpec,
+    child_python_path,
+)
 from treadle.trainer.launch.run_tls import RunTls
 
 __all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit", "read_tail"]
@@ -134,7 +139,9 @@ class LocalProcess:
                 while not self._ready_path.exists():
                     assert self._child is not None
                     if (status := self._child.returncode) is not None:
-                        raise ProcessError(
+                        # What exits by itself has refused its input, and would again.
+                        kind = LostProcessError if status < 0 else ProcessError
+                        raise kind(
                             f"{self.name} {self.describe_end(status)} before it served; "
                             f"{self.log_path} ends with:\n{await self.log_tail()}"
                         )

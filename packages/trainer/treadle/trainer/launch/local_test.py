@@ -10,6 +10,7 @@ import pytest
 
 from treadle.trainer.launch.local import LocalLauncher, describe_exit
 from treadle.trainer.launch.process import (
+    LostProcessError,
     ProcessError,
     ProcessSpec,
     child_python_path,
@@ -154,7 +155,17 @@ async def test_a_child_that_fails_is_quoted(program: str, tmp_path: Path) -> Non
         process = await launcher.start(_spec(program, "fail"))
         with pytest.raises(
             ProcessError, match=r"(?s)child exited with status 1 .*model is missing"
-        ):
+        ) as error:
+            await process.ready(_LONG_S)
+    assert not isinstance(error.value, LostProcessError)  # it would refuse again
+
+
+@pytest.mark.asyncio
+async def test_a_child_that_is_killed_before_it_serves_is_lost(tmp_path: Path) -> None:
+    kills_itself = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        process = await launcher.start(ProcessSpec(name="child", module="", command=kills_itself))
+        with pytest.raises(LostProcessError, match="child was ended by SIGKILL on node"):
             await process.ready(_LONG_S)
 
 

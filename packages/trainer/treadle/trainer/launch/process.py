@@ -42,7 +42,7 @@ class ProcessError(RuntimeError):
 
 
 class LostProcessError(ProcessError):
-    """A process is gone with its node, or with what watched it there; started again, it may do."""
+    """A process was killed, or is gone with its node or with what watched it; another may do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +90,8 @@ class Process(Protocol):
         """Waits until the program serves; returns its `host:port`.
 
         Raises:
-            ProcessError: it ended first, or the deadline passed.
+            LostProcessError: A signal ended it first, or its node is gone.
+            ProcessError: It ended first, or the deadline passed.
         """
         ...
 

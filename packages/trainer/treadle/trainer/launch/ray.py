@@ -345,7 +345,7 @@ class RayProcess:
             ) from None
         except ray.exceptions.RayTaskError as error:
             if isinstance(error.cause, ProcessError):
-                raise ProcessError(str(error.cause)) from None
+                raise type(error.cause)(str(error.cause)) from None
             raise
         except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
             self._lost = _reason(error)

@@ -15,7 +15,12 @@ import pytest
 import ray
 
 from treadle.trainer.config.schema import RayLaunchConfig
-from treadle.trainer.launch.process import ProcessError, ProcessSpec, wait_until_ended
+from treadle.trainer.launch.process import (
+    LostProcessError,
+    ProcessError,
+    ProcessSpec,
+    wait_until_ended,
+)
 from treadle.trainer.launch.ray import RayLauncher, gpus_of_nodes
 from treadle.trainer.launch.topology import Devices
 
@@ -65,6 +70,11 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         assert f"runs on {sys.executable} with 42" in await process.log_tail()
         (tmp_path / "logs" / "child.log").unlink()
         assert "no log: child: its Ray actor on node" in await process.log_tail()
+
+        kills_itself = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+        killed = await launcher.start(ProcessSpec(name="killed", module="", command=kills_itself))
+        with pytest.raises(LostProcessError, match="killed was ended by SIGKILL on node"):
+            await killed.ready(300)
 
         # An actor that stands still answers nothing; nobody waits for it for ever.
         still = await launcher.start(_spec("still"))

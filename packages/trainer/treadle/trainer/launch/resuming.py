@@ -1,11 +1,11 @@
 """A run that loses a policy rank resumes by itself, up to `launch.max_failures` times.
 
 Invariants: only the loss of a process is answered with another attempt: a rank that was killed or
-whose node is gone, one that stands still, an operation that the others could not finish, a node
-that takes a process with it while the run starts. What a
-rank raised by itself would be raised again, and what is wrong with the input stays wrong. Losses
-are counted since the latest checkpoint, so a long run survives any number of them, and one that
-gets nowhere ends. Each attempt begins as the same command given again would.
+whose node is gone, one that stands still, an operation that the others could not finish, a process
+that is killed or gone with its node while the run starts. What a rank raised by itself would be
+raised again, and what is wrong with the input stays wrong. Losses are counted since the latest
+checkpoint, so a long run survives any number of them, and one that gets nowhere ends. Each attempt
+begins as the same command given again would.
 """
 
 import logging

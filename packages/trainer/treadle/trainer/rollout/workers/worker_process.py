@@ -127,7 +127,7 @@ async def start_worker(
         on_end: Called when its connection ends, or the process does; so it may be called twice.
 
     Raises:
-        LostProcessError: It ended after it had started and before it was set up.
+        LostProcessError: It was killed, or ended after it had started and before it was set up.
         ProcessError: It did not start, or cannot be set up.
     """
     deadline_s = setup.config.launch.start_deadline_s
