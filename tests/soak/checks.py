@@ -17,6 +17,7 @@ from typing import Any
 from compare_runs import differences
 
 from treadle.rollout_server.testing.descendants import descendants
+from treadle.trainer.report.status import read_status
 
 # They count what was done to the servers and the workers, so they differ.
 OF_FAULTS = ("servers/", "workers/", "agent_loop/interruptions", "sync/bytes", "sync/delta_ratio")
@@ -110,6 +111,13 @@ def check_groups(run: Path, *, steps: int, per_step: int, max_staleness: int | N
         f"{run.name}: group {path.name} was left behind" for path in (run / "groups").glob("*")
     ]
     return problems
+
+
+def check_status(run: Path) -> list[str]:
+    """Checks that a run that reached its end says so, also where its disk was full."""
+    if (state := read_status(run).state) == "finished":
+        return []
+    return [f"{run.name}: it reached its end, and its status is {state!r}"]
 
 
 _Key = tuple[str, int, str, int]

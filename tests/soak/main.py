@@ -41,6 +41,7 @@ from soak.checks import (
     ProcessTable,
     check_groups,
     check_metrics,
+    check_status,
     check_trajectories,
 )
 from soak.disk import Disk, mounted_disk
@@ -167,6 +168,8 @@ class Round:
             for fault in self._faults:
                 self._log.count("left out, for the run had ended", fault.kind.name)
             if status == 0:
+                for problem in check_status(self.trainer.run):
+                    self._log.violation(problem)
                 for name in partial_files(self.trainer.run):
                     self._log.violation(f"{self.trainer.run.name}: {name} was left behind")
 

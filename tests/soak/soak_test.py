@@ -23,6 +23,7 @@ from soak.checks import (
     Series,
     check_groups,
     check_metrics,
+    check_status,
     check_trajectories,
 )
 from soak.disk import mounted_disk
@@ -39,6 +40,8 @@ from soak.faults import (
 from soak.log import Log
 from soak.main import main
 from soak.proxied_server import DELAY_S, Proxy
+
+from treadle.trainer.report.status import Status, read_status, write_status
 
 Lines = list[dict[str, Any]]
 
@@ -259,13 +262,25 @@ def test_what_a_run_beside_training_must_not_do_is_noticed(
     assert any(says in problem for problem in _problems(beside))
 
 
+def test_a_run_that_does_not_say_how_it_ended_is_noticed(tmp_path: Path) -> None:
+    write_status(tmp_path, Status(state="running"))
+    assert check_status(tmp_path) == [
+        f"{tmp_path.name}: it reached its end, and its status is 'killed'"
+    ]
+    write_status(tmp_path, Status(state="finished"))
+    assert check_status(tmp_path) == []
+
+
 def test_the_disk_gets_full_slow_and_stands_still(tmp_path: Path) -> None:
     now = 0.0
     try:
         with mounted_disk(tmp_path, lambda: now) as disk:
+            write_status(disk.path, Status(state="running"))
             disk.fill()
             with pytest.raises(OSError, match="No space left"):
                 (disk.path / "file").write_bytes(bytes(1 << 16))
+            write_status(disk.path, Status(state="failed", error="the disk is full " * 1000))
+            assert read_status(disk.path).state == "failed"
             disk.free()
             (disk.path / "file").write_bytes(bytes(1 << 16))
             disk.stand_still(5.0)

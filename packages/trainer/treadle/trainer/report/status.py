@@ -1,13 +1,19 @@
 """The state of a run: `status.json`, written by the trainer at its begin, its end and each step.
 
-Invariant: "running" is written only by a trainer that holds the run directory's lock. So a run
-that says it is running while the lock is free was killed.
+Invariants:
+
+1. "running" is written only by a trainer that holds the run directory's lock. So a run that says it
+   is running while the lock is free was killed.
+2. A reader finds a whole state, the one before or the new one. A full disk does not keep the end of
+   a run from being written: the new state takes the room of the one before.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime, timedelta
@@ -20,6 +26,8 @@ if TYPE_CHECKING:
 State = Literal["running", "finished", "failed", "interrupted", "killed", "unknown"]
 STATUS = "status.json"
 _LOCK = "lock"
+_CUT = " ..."
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,18 +72,44 @@ def running(
 
 
 def write_status(run_dir: Path, status: Status) -> None:
-    """Writes the state, at once or not at all.
+    """Writes the state, at once or not at all; on a full disk, over the one before.
 
     Raises:
         OSError: It cannot be written.
     """
-    partial = run_dir / f"{STATUS}.partial"
-    text = json.dumps(asdict(status), indent=2)
+    path, partial = run_dir / STATUS, run_dir / f"{STATUS}.partial"
     try:
-        partial.write_text(f"{text}\n", encoding="utf-8", errors="replace")
-        partial.replace(run_dir / STATUS)
+        partial.write_bytes(_encoded(status))
+        partial.replace(path)
+    except OSError as error:
+        if error.errno not in _NO_ROOM or not _overwritten(path, status):
+            raise
     finally:  # a full disk must not keep half of it
         partial.unlink(missing_ok=True)
+
+
+def _encoded(status: Status) -> bytes:
+    return f"{json.dumps(asdict(status), indent=2)}\n".encode(errors="replace")
+
+
+def _overwritten(path: Path, status: Status) -> bool:
+    """Writes the state into the room that the file has already; returns whether it fits.
+
+    An error that is too long for it is cut.
+    """
+    if not path.exists():
+        return False
+    with path.open("r+b", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        room = max(before.st_size, 512 * before.st_blocks)
+        data, error = _encoded(status), status.error
+        while len(data) > room and error:
+            error = error[: max(0, len(error) * room // len(data) - len(_CUT))]
+            data = _encoded(replace(status, error=error + _CUT))
+        if len(data) > room:
+            return False
+        file.write(data.ljust(before.st_size))  # in one piece: what follows the state is blank
+    return True
 
 
 def read_status(run_dir: Path) -> Status:

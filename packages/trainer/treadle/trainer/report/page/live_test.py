@@ -1,4 +1,5 @@
 import asyncio
+import errno
 import fcntl
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +109,44 @@ def test_a_report_that_cannot_be_written_does_not_end_the_run(
 
     assert asyncio.run(run()) == "trained"
     assert "metrics.jsonl, line 1 is damaged" in caplog.text
+
+
+def test_a_run_that_ends_on_a_full_disk_says_so(tmp_path: Path) -> None:
+    full = tmp_path / "status.json.partial"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device"):  # there is no file with room
+        write_status(tmp_path, Status(state="running"))
+
+    async def run(error: Exception | None) -> None:
+        async with live_report(tmp_path, pace=Pace(total_steps=5), curves=False) as report:
+            report.step_done(1, {"time/step_s": 600.0}, busy={"rollout-0": 0.25})
+            full.symlink_to("/dev/full")
+            if error is not None:
+                raise error
+
+    asyncio.run(run(None))
+    assert read_status(tmp_path) == Status(state="finished")
+    assert "The run reached its end." in page(tmp_path)
+    no_room = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(OSError, match="No space left"):
+        asyncio.run(run(no_room))
+    failed = Status(state="failed", error=f"OSError: {no_room}")
+    assert read_status(tmp_path) == failed
+
+
+def test_an_error_that_is_longer_than_the_room_on_a_full_disk_is_cut(tmp_path: Path) -> None:
+    write_status(tmp_path, Status(state="failed", error="x" * 2000))
+    had = (tmp_path / "status.json").stat()
+    full = tmp_path / "status.json.partial"
+    full.symlink_to("/dev/full")
+    write_status(tmp_path, Status(state="failed", error="\u0416 " * 4096))
+    error = read_status(tmp_path).error
+    assert error is not None
+    assert len(error) > 200
+    assert error.endswith(" ...")
+    assert error.removesuffix(" ...") in "\u0416 " * 4096
+    assert (tmp_path / "status.json").stat().st_size <= max(had.st_size, 512 * had.st_blocks)
+    assert not full.is_symlink()
 
 
 def test_a_run_that_was_killed_is_told_from_one_that_goes_on(tmp_path: Path) -> None:
