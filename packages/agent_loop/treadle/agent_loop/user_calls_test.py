@@ -31,7 +31,7 @@ async def test_plain_functions_run_beside_the_event_loop_and_async_ones_on_it() 
 
 @pytest.mark.asyncio
 async def test_plain_functions_run_at_the_same_time() -> None:
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
     await asyncio.gather(call_user("f", both.wait), call_user("f", both.wait))
 
 
@@ -113,7 +113,7 @@ async def test_a_thread_serves_one_call_after_another_and_keeps_nothing_of_them(
     assert first == second
     assert made() is None
     # More at once than threads that wait: each has one of its own.
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def meet() -> int:
         both.wait()
@@ -132,11 +132,11 @@ async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_bac
 
     def hang(own: threading.Event) -> None:
         own.set()
-        gate.wait(10)
+        gate.wait(60)
 
     tasks = [asyncio.create_task(in_thread("f", partial(hang, own))) for own in began]
     for own in began:
-        assert await asyncio.to_thread(own.wait, 10)
+        assert await asyncio.to_thread(own.wait, 60)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
@@ -151,11 +151,11 @@ async def test_a_thread_that_is_left_behind_serves_nobody_until_its_function_end
 
     def hang() -> None:
         began.set()
-        gate.wait(10)
+        gate.wait(60)
         stuck.set()
 
     task = asyncio.create_task(in_thread("f", hang))
-    assert await asyncio.to_thread(began.wait, 10)
+    assert await asyncio.to_thread(began.wait, 60)
     task.cancel()
     await asyncio.wait([task])
     for _ in range(3):

@@ -459,7 +459,7 @@ class SlowRenderer(ByteRenderer):
     def _hold(self, messages: Sequence[Message]) -> None:
         if len(messages[-1].content) > 1 << 16:
             self.begun.set()
-            self.waited.append(self.go_on.wait(timeout=2))
+            self.waited.append(self.go_on.wait(timeout=60))
 
     def render(self, messages: Sequence[Message], **more: Any) -> Rendering:
         self._hold(messages)
@@ -477,7 +477,7 @@ async def test_a_long_request_is_rendered_beside_the_event_loop() -> None:
     long = asyncio.create_task(
         session.complete([USER, first.parsed.message, asked("v" * (1 << 17))])
     )
-    await asyncio.to_thread(renderer.begun.wait, 2)
+    await asyncio.to_thread(renderer.begun.wait, 60)
     # A request of the same session in the meantime does not take the branch from under it.
     short = asyncio.create_task(session.complete([USER, first.parsed.message, asked("w")]))
     renderer.go_on.set()
@@ -490,7 +490,7 @@ async def test_a_session_that_ends_during_rendering_samples_nothing() -> None:
     renderer = SlowRenderer()
     session, generator = make(["one"], renderer, max_response_tokens=1 << 20)
     long = asyncio.create_task(session.complete([asked("v" * (1 << 17))]))
-    await asyncio.to_thread(renderer.begun.wait, 2)
+    await asyncio.to_thread(renderer.begun.wait, 60)
     session.close()
     renderer.go_on.set()
     with pytest.raises(SessionEndedError):

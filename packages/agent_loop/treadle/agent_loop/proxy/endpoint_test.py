@@ -457,7 +457,7 @@ class SlowRenderer(ByteRenderer):
 
     def render(self, messages: Any, **more: Any) -> Any:
         self.begun.set()
-        self.waited.append(self.go_on.wait(timeout=2))
+        self.waited.append(self.go_on.wait(timeout=60))
         return super().render(messages, **more)
 
 
@@ -468,7 +468,7 @@ async def test_a_long_message_of_one_agent_does_not_stop_the_others() -> None:
         async with client_of(session) as client:
             messages: Any = [{"role": "user", "content": "1 " * (1 << 16)}]
             long = asyncio.create_task(client.chat.completions.create(model="m", messages=messages))
-            await asyncio.to_thread(renderer.begun.wait, 2)
+            await asyncio.to_thread(renderer.begun.wait, 60)
             assert [model.id async for model in client.models.list()] == ["policy"]
             renderer.go_on.set()
             assert (await refused(long)).code == "context_length_exceeded"

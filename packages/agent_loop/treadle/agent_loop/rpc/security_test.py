@@ -75,8 +75,10 @@ async def test_a_server_that_falls_silent_is_noticed_before_the_deadline() -> No
         grpc.aio.insecure_channel(address, options=options) as channel,
     ):
         wait: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary("/test/Wait")
-        call = asyncio.ensure_future(wait(b"", timeout=60))
-        await called.wait()
+        arrived = asyncio.ensure_future(called.wait())
+        while not called.is_set():  # On a slow machine a network that is well looks silent, too.
+            call = asyncio.ensure_future(wait(b"", timeout=60, wait_for_ready=True))
+            await asyncio.wait([call, arrived], return_when=asyncio.FIRST_COMPLETED)
         broken.set()
         with pytest.raises(grpc.RpcError) as caught:
             await call
