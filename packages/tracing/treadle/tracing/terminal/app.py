@@ -1,12 +1,13 @@
 """The app: curves of one or several runs, and the trajectories of one of them.
 
 Every two seconds, and when `r` is pressed, threads read the metrics and query the table anew; the
-event loop shows what comes back, unless a newer query has been asked meanwhile. Nothing is written.
+event loop shows what comes back, unless a newer query has been asked meanwhile, or the app has
+ended. Nothing is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -193,7 +194,7 @@ class RunApp(App[None]):
     def _read_metrics(self) -> None:
         for run in self._runs:
             run.reload()
-        self.call_from_thread(self._show_metrics)
+        self._show_from_thread(self._show_metrics)
 
     @work(thread=True, exclusive=True, group="trajectories")
     def _query_trajectories(self) -> None:
@@ -201,16 +202,22 @@ class RunApp(App[None]):
         found = files.count(where)
         rows = files.query(where, _COLUMNS, order_by=("-step",), limit=_PAGE, offset=page * _PAGE)
         if (where, page, files) == (self._filter, self._page, self._chosen.trajectories):
-            self.call_from_thread(self._show_trajectories, found, rows, files.damaged)
+            self._show_from_thread(self._show_trajectories, found, rows, files.damaged)
 
     @work(thread=True, exclusive=True, group="one")
     def _read_one(self, key: tuple[int, str, str, int]) -> None:
         trajectory = self._chosen.trajectories.one(*key)
         if trajectory is None:
             gone = f"the file of {inert(key[2])} in step {key[0]} is gone or damaged"
-            self.call_from_thread(self.notify, gone, severity="warning", markup=False)
+            self._show_from_thread(self.notify, gone, severity="warning", markup=False)
         else:
-            self.call_from_thread(self.push_screen, ConversationScreen(trajectory))
+            self._show_from_thread(self.push_screen, ConversationScreen(trajectory))
+
+    def _show_from_thread(self, show: Callable[..., object], *args: Any, **options: Any) -> None:
+        def unless_ended() -> object:
+            return show(*args, **options) if self.is_running else None
+
+        self.call_from_thread(unless_ended)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Leaves the keys of the table out while a trajectory is shown."""

@@ -1,10 +1,11 @@
 """The app, driven by Textual's pilot on real files."""
 
+import asyncio
 import contextlib
 import json
 import shutil
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from textual.widgets import DataTable, Input, OptionList, Static
 from textual.worker import WorkerCancelled
 from textual_plotext import PlotextPlot
 
+from treadle.tracing.terminal import app as app_module
 from treadle.tracing.terminal.app import RunApp
 from treadle.tracing.terminal.conversation import ConversationScreen, conversation
 from treadle.tracing.terminal.inert import inert
@@ -29,12 +31,29 @@ def log(run_dir: Path, *lines: Mapping[str, object], name: str = "metrics.jsonl"
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-async def settle(pilot: Pilot[None]) -> None:
-    """Waits for the threads, and for what they have the event loop show."""
-    while any(not worker.is_finished for worker in pilot.app.workers):
-        with contextlib.suppress(WorkerCancelled):  # A newer query has taken its place.
-            await pilot.app.workers.wait_for_complete()
-    await pilot.pause()
+async def settle(pilot: Pilot[None], shows: Callable[[], object] = lambda: True) -> None:
+    """Waits for the threads, and until the app shows what they read.
+
+    `shows` is asked again for a minute, since the pilot takes a busy machine for an idle app; what
+    it asks is asserted afterwards, with a better message.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(60):
+            while True:
+                while any(not worker.is_finished for worker in pilot.app.workers):
+                    with contextlib.suppress(WorkerCancelled):  # A newer query took its place.
+                        await pilot.app.workers.wait_for_complete()
+                await pilot.pause()
+                if shows():
+                    return
+
+
+async def filter_by(app: RunApp, pilot: Pilot[None], text: str) -> None:
+    """Types a filter and submits it."""
+    await pilot.press("slash")
+    await settle(pilot, lambda: isinstance(app.focused, Input))
+    app.query_one("#filter", Input).value = text
+    await pilot.press("enter")
 
 
 def said(app: RunApp) -> str:
@@ -53,18 +72,21 @@ def run_dir(tmp_path: Path) -> Path:
 async def test_curves_are_chosen_and_grow_with_the_run(run_dir: Path) -> None:
     app = RunApp([run_dir])
     async with app.run_test(size=(120, 40)) as pilot:
-        await settle(pilot)
         metrics = app.query_one("#metrics", OptionList)
+        await settle(pilot, lambda: metrics.options)
         assert [option.id for option in metrics.options] == ["reward/mean", "tool/calls"]
         plot = app.query_one(PlotextPlot)
+        await settle(pilot, lambda: metrics.highlighted == 0)
         assert "reward/mean" in plot.plt.build()
         metrics.focus()
+        await settle(pilot, lambda: app.focused is metrics)
         await pilot.press("down")
+        await settle(pilot, lambda: "tool/calls" in plot.plt.build())
         assert "tool/calls" in plot.plt.build()
         assert "step 2: ids \\x1b[31m drift" in str(app.query_one("#alerts", Static).render())
         log(run_dir, {"step": 4, "reward/mean": 1.0, "own/metric": 7})
         await pilot.press("r")
-        await settle(pilot)
+        await settle(pilot, lambda: len(metrics.options) == 3 and metrics.highlighted == 2)
         names = [option.id for option in metrics.options]
         assert names == ["own/metric", "reward/mean", "tool/calls"]
         assert metrics.highlighted == 2  # the choice stays
@@ -74,19 +96,17 @@ async def test_curves_are_chosen_and_grow_with_the_run(run_dir: Path) -> None:
 async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
     app = RunApp([run_dir])
     async with app.run_test(size=(160, 40)) as pilot:
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 54 of 54")
         assert said(app) == "1 to 54 of 54"
-        await pilot.press("slash")
-        app.query_one("#filter", Input).value = "tool=python phase=train step=3"
-        await pilot.press("enter")
-        await settle(pilot)
+        await filter_by(app, pilot, "tool=python phase=train step=3")
         table = app.query_one(DataTable)
+        await settle(pilot, lambda: app.focused is table and table.row_count < 54)
         assert app.focused is table
         assert table.region.bottom <= 40
         assert 0 < table.row_count < 54
         assert said(app) == f"1 to {table.row_count} of {table.row_count}"
         await pilot.press("enter")
-        await settle(pilot)
+        await settle(pilot, lambda: isinstance(app.screen, ConversationScreen))
         assert isinstance(app.screen, ConversationScreen)
         shown = str(app.screen.query_one("#conversation", Static).render())
         assert "step 3  train" in shown
@@ -96,6 +116,7 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
         await settle(pilot)
         assert isinstance(app.screen, ConversationScreen)
         await pilot.press("escape")
+        await settle(pilot, lambda: not isinstance(app.screen, ConversationScreen))
         assert not isinstance(app.screen, ConversationScreen)
 
 
@@ -103,11 +124,9 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
 async def test_a_wrong_filter_says_why_until_it_is_right(run_dir: Path) -> None:
     app = RunApp([run_dir])
     async with app.run_test(size=(160, 40)) as pilot:
-        await settle(pilot)
-        await pilot.press("slash")
-        app.query_one("#filter", Input).value = "rewad<1"
-        await pilot.press("enter")
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 54 of 54")
+        await filter_by(app, pilot, "rewad<1")
+        await settle(pilot, lambda: "did you mean" in said(app))
         assert "did you mean reward?" in said(app)
         app.action_reload()  # as every two seconds
         await settle(pilot)
@@ -115,21 +134,30 @@ async def test_a_wrong_filter_says_why_until_it_is_right(run_dir: Path) -> None:
         assert app.query_one(DataTable).row_count == 54
         app.query_one("#filter", Input).value = "reward<2"
         await pilot.press("enter")
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 47 of 47")
         assert said(app) == "1 to 47 of 47"
 
 
 @pytest.mark.asyncio
-async def test_a_trajectory_whose_file_is_gone_says_so(run_dir: Path) -> None:
+async def test_a_trajectory_whose_file_is_gone_says_so(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app_module, "_RELOAD_S", 3600.0)  # a reload takes the row away
     app = RunApp([run_dir])
     async with app.run_test(size=(160, 40), notifications=True) as pilot:
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 54 of 54")
         await pilot.press("slash")
+        await settle(pilot, lambda: isinstance(app.focused, Input))
         app.query_one(DataTable).focus()
+        await settle(pilot, lambda: isinstance(app.focused, DataTable))
+
+        def toasts() -> str:
+            return "".join(str(toast.render()) for toast in app.query("Toast"))
+
         shutil.rmtree(run_dir / "trajectories")
         await pilot.press("enter")
-        await settle(pilot)
-        assert "gone or damaged" in "".join(str(toast.render()) for toast in app.query("Toast"))
+        await settle(pilot, toasts)
+        assert "gone or damaged" in toasts()
 
 
 @pytest.mark.asyncio
@@ -137,15 +165,16 @@ async def test_pages_of_a_long_table(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=1, rows=100, samples=3, val_rows=0)
     app = RunApp([run])
     async with app.run_test(size=(160, 40)) as pilot:
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 200 of 300")
         app.query_one(DataTable).focus()
+        await settle(pilot, lambda: isinstance(app.focused, DataTable))
         for key, text in (
             ("n", "201 to 300 of 300"),
             ("n", "201 to 300 of 300"),
             ("p", "1 to 200 of 300"),
         ):
             await pilot.press(key)
-            await settle(pilot)
+            await settle(pilot, lambda text=text: said(app) == text)  # type: ignore[misc]
             assert said(app) == text
 
 
@@ -156,12 +185,20 @@ async def test_several_runs_and_a_damaged_file(run_dir: Path, tmp_path: Path) ->
     (other / "trajectories" / "step-000001-val.parquet").write_bytes(b"PAR1")
     app = RunApp([run_dir, other])
     async with app.run_test(size=(160, 40)) as pilot:
-        await settle(pilot)
-        assert {"run", "other"} <= set(app.query_one(PlotextPlot).plt.build().split())
+        plot = app.query_one(PlotextPlot)
+        await settle(pilot, lambda: {"run", "other"} <= set(plot.plt.build().split()))
+        assert {"run", "other"} <= set(plot.plt.build().split())
         app.query_one("#run").value = 1  # type: ignore[attr-defined]
-        await pilot.pause()
-        await settle(pilot)
+        await settle(pilot, lambda: said(app).startswith("1 to 16 of 16"))
         assert said(app) == "1 to 16 of 16; left out: step-000001-val.parquet"
+
+
+@pytest.mark.asyncio
+async def test_what_a_thread_has_read_when_the_app_has_ended_is_not_shown(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test() as pilot:
+        await settle(pilot)
+    await asyncio.to_thread(app._show_from_thread, app._show_metrics)
 
 
 def test_a_directory_of_no_run_is_named(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ _PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
 )
 """One grey pixel."""
+expect.set_options(timeout=60_000)  # Five seconds are few for Plotly on a busy machine.
 
 
 @pytest.fixture(scope="module")
