@@ -171,7 +171,7 @@ async def test_a_body_of_millions_of_values_is_not_parsed(user_namespaces: None)
 async def test_a_head_without_end_is_refused(server: httpx.AsyncClient) -> None:
     reader, writer = await asyncio.open_connection(server.base_url.host, server.base_url.port)
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\na: " + b"x" * (1 << 17))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         assert await reader.readline() == b"HTTP/1.1 400 Bad Request\r\n"
     writer.close()
     with contextlib.suppress(ConnectionError):
@@ -206,7 +206,7 @@ async def test_a_body_that_does_not_arrive_is_not_waited_for(
     transport = httpx.ASGITransport(app.make_app(sandbox))
     async with httpx.AsyncClient(transport=transport, base_url="http://sandbox") as client:
         for _ in range(2):  # and what did arrive is not counted any more
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 answer = await client.post("/run_code", content=halting())
             assert (answer.status_code, "5242880 bytes did" in answer.text) == (408, True)
 
@@ -250,7 +250,7 @@ async def test_a_full_queue_is_429_and_says_when_to_come_again(server: httpx.Asy
     assert int(refused.headers["retry-after"]) >= 1
     assert "1 programs run and 1 wait" in refused.json()["detail"]
     running.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         assert (await waiting).json()["run_result"]["stdout"] == "1\n"
 
 
@@ -261,7 +261,7 @@ async def test_a_client_that_hangs_up_ends_its_program_long_before_its_time(
     running = asyncio.create_task(post(server, "import time; time.sleep(60)", run_timeout=60))
     await until(server, running=1)
     running.cancel()
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await until(server, running=0)
 
 
@@ -296,13 +296,16 @@ async def test_a_server_that_is_killed_leaves_nobody_behind(user_namespaces: Non
     ):
         running = asyncio.create_task(post(client, "import time; time.sleep(60)", run_timeout=60))
         await until(client, running=1)
-        left = [os.pidfd_open(pid) for pid in descendants(process.pid)]
+        left = []
+        for pid in descendants(process.pid):
+            with contextlib.suppress(ProcessLookupError):  # a helper that has just ended
+                left.append(os.pidfd_open(pid))
         assert left
         process.kill()
         with pytest.raises(httpx.HTTPError):
             await running
     for descriptor in left:
-        assert select.select([descriptor], [], [], 30)[0] == [descriptor]
+        assert select.select([descriptor], [], [], 60)[0] == [descriptor]
         os.close(descriptor)
 
 
