@@ -3,7 +3,6 @@
 import asyncio
 import json
 import logging
-import time
 from pathlib import Path
 
 import pytest
@@ -35,6 +34,7 @@ async def _run(
     first_step: int = 0,
     resumed_after: int | None = None,
     fails: bool = False,
+    ends_when_taken: bool = False,
 ) -> None:
     async with open_loggers(
         config, run_dir, resumed_after=resumed_after, summary=lambda: {"reward": 0.5}
@@ -44,6 +44,10 @@ async def _run(
             loggers.metrics(step, {"reward/mean": step / 4})
         if fails:
             raise ValueError("the run failed")
+        while ends_when_taken and any(  # noqa: ASYNC110  -- threads count them
+            each._taken < each._sent for each in loggers.processes
+        ):
+            await asyncio.sleep(0.01)
 
 
 def _warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -105,11 +109,11 @@ def test_steps_from_the_file_do_not_count_as_records_that_were_sent(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _write_metrics(tmp_path, 10)
-    config = _config("HangsAtTheEnd", limit=5)
-    asyncio.run(_run(config, tmp_path, first_step=10, resumed_after=9))
+    config = _config("HangsAtTheEnd", limit=1)
+    asyncio.run(_run(config, tmp_path, first_step=10, resumed_after=9, ends_when_taken=True))
     assert len(_steps(tmp_path, "HangsAtTheEnd")) == 13
     (said,) = _warnings(caplog)
-    assert "has not finished within 5 s and is ended: 1 records may be missing" in said
+    assert "has not finished within 1 s and is ended: 1 records may be missing" in said
 
 
 @pytest.mark.parametrize("text", ['{"metrics": ', "[]", '{"metrics": "3"}', "\xff"])
@@ -150,14 +154,11 @@ def test_a_damaged_metrics_file_is_named(tmp_path: Path, caplog: pytest.LogCaptu
 def test_a_logger_that_fails_or_hangs_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str, warning: str
 ) -> None:
-    hangs = name.startswith("Hangs")
-    began = time.monotonic()
-    asyncio.run(_run(_config(name, limit=2 if hangs else 60), tmp_path))
+    limit = 2 if name.startswith("Hangs") else 60
+    asyncio.run(_run(_config(name, limit=limit), tmp_path))
     (said,) = _warnings(caplog)
     assert f"logger {name} {warning}" in said
     assert f"the run goes on; see {tmp_path}/logs/logger-{name}.log" in said
-    if hangs:
-        assert time.monotonic() - began < 20
 
 
 def test_a_logger_that_does_not_keep_up_loses_records_and_holds_nobody(

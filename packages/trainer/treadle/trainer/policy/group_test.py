@@ -142,8 +142,9 @@ async def test_a_rank_without_a_sign_of_life_is_dead_and_named(
     tmp_path: Path, model_path: Path
 ) -> None:
     parallel = ParallelConfig(data=2)
-    async with _group(tmp_path, model_path, parallel, unresponsive_s=3.0) as (group, launcher):
+    async with _group(tmp_path, model_path, parallel) as (group, launcher):
         await _check_that_ranks_answer_alike(group)
+        group._config = group._config.model_copy(update={"unresponsive_s": 3.0})
         pid = launcher.processes["policy-1"].pid
         os.kill(pid, signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
@@ -166,7 +167,7 @@ async def test_ranks_that_wait_for_each_other_for_ever_live_until_the_limit_of_t
 ) -> None:
     """Rank 0 waits in a collective operation to which rank 1 never comes, and both are well."""
     parallel = ParallelConfig(tensor=2)
-    limits = {"unresponsive_s": 4.0, "collective_timeout_s": 15.0}
+    limits = {"unresponsive_s": 8.0, "collective_timeout_s": 15.0}
     async with _group(tmp_path, model_path, parallel, **limits) as (group, _):
         await _check_that_ranks_answer_alike(group)
         began = asyncio.get_running_loop().time()

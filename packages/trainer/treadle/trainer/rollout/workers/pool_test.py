@@ -466,6 +466,8 @@ async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFi
     running = harness.run(1)
     await harness.machine.started.get()
     replacement = await harness.machine.started.get()  # the first said nothing after its start
+    assert harness.workers._watching is not None
+    harness.workers._watching.cancel()  # nor does this one, and the test may be slow
     run = (await replacement.asks(1)).run
     await replacement.next(Give)
     replacement.end(run, 1)
