@@ -20,9 +20,9 @@ class CriticOptimizerConfig(OptimizerConfig):
 
 
 class CriticConfig(Section):
-    """The critic, a second model of the policy's start weights that estimates returns.
+    """The critic: a second model, which starts from the policy's weights and estimates returns.
 
-    Read with algorithm.advantage=gae, else there is none. It shares the policy's processes, layout
+    It exists with algorithm.advantage=gae only. It shares the policy's processes, layout
     and precision, and is updated on the same mini-batches.
     """
 

@@ -37,6 +37,11 @@ def test_the_document_is_current() -> None:
     pytest.fail("docs/config.md was not found above this file")
 
 
+def test_each_section_is_one_part_of_the_document() -> None:
+    headings = [line for line in document().splitlines() if line.startswith("## ")]
+    assert len(headings) == len(set(headings))
+
+
 def test_the_nearest_keys_come_first() -> None:
     assert nearest("rollout.samples_per_promt", all_leaves())[0] == "rollout.samples_per_prompt"
     assert nearest("samples_per_prompt", all_leaves())[0].endswith("samples_per_prompt")

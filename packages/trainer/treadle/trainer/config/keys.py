@@ -96,7 +96,11 @@ def _kind_of(model: type[BaseModel]) -> str:
 
 
 def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf | Section]:
-    for name, field in model.model_fields.items():
+    # A section's own leaves come first, so that each section is one part of a listing.
+    fields = sorted(
+        model.model_fields.items(), key=lambda named: bool(_models(named[1].annotation))
+    )
+    for name, field in fields:
         key = f"{prefix}{name}"
         models = _models(field.annotation)
         if not models:
@@ -134,7 +138,7 @@ def _variant_leaves(
 
 @cache
 def all_leaves(root: type[BaseModel] = Config) -> Mapping[str, Leaf]:
-    """Returns every key of a tree, in its order."""
+    """Returns every key of a tree: of each section its own keys, then those of the ones below."""
     leaves: dict[str, Leaf] = {}
     for entry in _walk(root, ""):
         if isinstance(entry, Leaf):

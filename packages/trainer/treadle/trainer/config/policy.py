@@ -171,7 +171,7 @@ class MoeConfig(BaseModel):
     routing_replay: bool = False
     """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
     and in the update, instead of choosing anew (R3, arXiv:2510.11370). The engine must report them:
-    rollout.engine=torch does. The reference chooses its own."""
+    rollout.name=torch does. The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):
@@ -197,7 +197,7 @@ class OffloadConfig(BaseModel):
 
 
 class PolicyConfig(BaseModel):
-    """The settings of the policy backend; the model folder comes in addition."""
+    """The policy that is trained: its layout over processes, precision, memory and optimizer."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

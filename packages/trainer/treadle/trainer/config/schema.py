@@ -633,7 +633,7 @@ def check_max_failures(launch: LocalLaunchConfig | RayLaunchConfig, schedule: St
 
 
 class TracingConfig(Section):
-    """Records of what each trajectory did; what a backend does not take is counted and said."""
+    """Records of what each trajectory did. Spans that a backend does not take are counted."""
 
     backends: tuple[Literal["jsonl", "mlflow", "otlp", "weave"], ...] = ()
     """Where the spans of trajectories go, to all of these at once: jsonl (traces.jsonl in the run
