@@ -181,14 +181,16 @@ def nearest(key: str, among: Iterable[str], *, limit: int = 3) -> list[str]:
     A key that is nearly right has one suggestion.
     """
     tail = key.rpartition(".")[2]
+    whole = {known: difflib.SequenceMatcher(None, key, known).ratio() for known in among}
 
     def likeness(known: str) -> float:
-        whole = difflib.SequenceMatcher(None, key, known).ratio()
         last = difflib.SequenceMatcher(None, tail, known.rpartition(".")[2]).ratio()
-        return max(whole, 0.95 * last)
+        return max(whole[known], 0.95 * last)
 
-    ranked = sorted(((likeness(known), known) for known in among), reverse=True)
-    best = ranked[0][0] if ranked else 0.0
     # Beside a typing error of one or two letters, the others are noise.
+    is_typing_error = max(whole.values(), default=0.0) >= 0.9
+    found = whole if is_typing_error else {known: likeness(known) for known in whole}
+    best = max(found.values(), default=0.0)
     floor = 0.6 if best < 0.9 else best - 0.02
+    ranked = sorted(((ratio, known) for known, ratio in found.items()), reverse=True)
     return [known for ratio, known in ranked[:limit] if ratio >= floor]
