@@ -6,6 +6,7 @@ import resource
 import select
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +118,33 @@ async def test_too_long_is_a_result_with_what_was_written_before(sandbox: LocalS
     assert execution.return_code is None
     assert execution.stdout == "begun\n"
     assert execution.execution_s >= 5
+
+
+async def test_a_program_that_ended_while_this_process_stood_still_is_not_too_late(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "_GRACE_S", -29.9)  # of the 30 s of `run`
+    start = sandbox._start
+
+    async def start_and_stand_still(*args: Any, **fields: Any) -> worker.Worker:
+        begun = await start(*args, **fields)
+        over, supervisor = begun._outputs.over, begun._supervisor
+        assert supervisor is not None
+        until_over = over.wait
+
+        async def wait() -> bool:
+            for _ in range(5):  # its input is closed in a later turn
+                await asyncio.sleep(0)
+            select.select([supervisor], [], [], 60)
+            select.select([], [], [], 0.1)
+            return await until_over()
+
+        monkeypatch.setattr(over, "wait", wait)
+        return begun
+
+    monkeypatch.setattr(sandbox, "_start", start_and_stand_still)
+    execution = await run(sandbox, "print('in time')")
+    assert (execution.status, execution.stdout) == (RunStatus.FINISHED, "in time\n")
 
 
 @pytest.mark.parametrize(

@@ -136,15 +136,12 @@ def _watch(
     status: int | None = None
     while status is None and ended_for is None:
         left = deadline - time.monotonic()
-        if left <= 0:
-            ended_for = "time"
-            break
-        signal.sigtimedwait([signal.SIGCHLD], min(left, _WATCH_S))
-        status = _reap(child)
+        signal.sigtimedwait([signal.SIGCHLD], min(max(left, 0.0), _WATCH_S))
+        status = _reap(child)  # also after the deadline: it may have ended before it
         if reader.poll(0):
             os._exit(1)  # and the kernel ends the others
         if status is None:
-            ended_for = _excess(job)
+            ended_for = "time" if left <= 0 else _excess(job)
     _kill_all()
     while True:
         try:

@@ -285,7 +285,8 @@ class Worker:
                 stdin.close()
                 await outputs.over.wait()
         except TimeoutError:
-            timed_out = True
+            # Both may come at once, after this process stood still.
+            timed_out = not outputs.over.is_set()
         finally:
             await self.kill()
         seconds = time.monotonic() - began
