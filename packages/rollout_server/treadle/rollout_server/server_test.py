@@ -123,7 +123,7 @@ async def test_while_the_engine_loads_the_server_answers_loading(port: int) -> N
     async with channel_to(config.address) as channel:
         assert await health_of(channel) == STATUS.NOT_SERVING
         info = await stubs_for(channel).control.GetServerInfo(
-            srv.GetServerInfoRequest(), timeout=10
+            srv.GetServerInfoRequest(), timeout=60
         )
         assert info.state == srv.SERVER_STATE_LOADING
         with pytest.raises(grpc.aio.AioRpcError, match="the server is loading"):
@@ -219,10 +219,10 @@ async def test_the_token_is_required_of_all_but_health(tmp_path: Path) -> None:
         info = stubs_for(channel).control.GetServerInfo
         for metadata in ((), (("authorization", "Bearer wrong"),)):
             with pytest.raises(grpc.aio.AioRpcError, match="token") as caught:
-                await info(srv.GetServerInfoRequest(), timeout=10, metadata=metadata)
+                await info(srv.GetServerInfoRequest(), timeout=60, metadata=metadata)
             assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         right = (("authorization", "Bearer s3cret"),)
-        assert (await info(srv.GetServerInfoRequest(), timeout=10, metadata=right)).engine
+        assert (await info(srv.GetServerInfoRequest(), timeout=60, metadata=right)).engine
         with pytest.raises(grpc.aio.AioRpcError):
             pause = srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_DRAIN)
             await stubs_for(channel).control.Pause(pause, timeout=60)

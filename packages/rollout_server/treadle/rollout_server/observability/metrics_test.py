@@ -119,7 +119,7 @@ async def test_updates_are_counted_with_their_bytes_and_time() -> None:
                     lease={"seconds": 60},
                     inline=sync.InlineTransport(),
                 ),
-                timeout=10,
+                timeout=60,
             )
             if version == 1:
                 commit = sync.CommitUpdateRequest(

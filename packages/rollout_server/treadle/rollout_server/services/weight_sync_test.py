@@ -84,7 +84,7 @@ async def test_calls_during_a_commit_of_a_paused_server_are_rejected_after_it() 
         call = server.generation.Generate(want(), timeout=60)
         await call.read()
         await server.control.Pause(
-            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_CONTINUE), timeout=10
+            srv.PauseRequest(in_flight=sync.IN_FLIGHT_POLICY_CONTINUE), timeout=60
         )
         await server.weights.BeginUpdate(begin_request(), timeout=60)
         await server.weights.PushWeights(push(), timeout=60)
