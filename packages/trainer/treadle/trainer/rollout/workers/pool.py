@@ -1,4 +1,7 @@
-"""The loop workers of a run: they ask for tasks, and give trajectories.
+"""The driver's end of the loop workers: hands out tasks, takes trajectories, replaces workers.
+
+A runner's `run` takes tasks from its source (`_Run.hold`). A worker asks for some, and `_give`
+hands them out; its `Ended` puts the trajectory into `_Run.ended`, from where the run passes it on.
 
 Invariants:
 
@@ -13,10 +16,10 @@ Invariants:
    `rollout.unresponsive_s`, is lost. It is ended and started again in the background, as often as
    `agent.max_worker_restarts` allows in all. When none is left, the runs end with
    `NoWorkerLeftError`.
-4. When a run has ended, however, no worker has a task of it: it is told so, and cancels them.
+4. However a run ends, no worker keeps a task of it: each is told, and cancels what it has.
 
-Who waits: a run's intake for a free place; its delivery for a trajectory; tasks that no worker has
-asked for wait for one that does, or that is started again. One task looks for signs of life.
+Who waits: a run's intake for a free place; its delivery for a trajectory; a task for a worker that
+asks, or that is started again. One asyncio task watches for signs of life.
 """
 
 import asyncio
@@ -96,10 +99,10 @@ class _Run:
 
     Attributes:
         begin: What workers are told.
-        runner: Whose run it is.
+        runner: The runner whose `run` this is.
         sink: Takes its spans.
-        held: By number.
-        waiting: Numbers of those that no worker has.
+        held: Tasks that were taken and have not ended, by number.
+        waiting: Numbers of held tasks that no worker has.
         ended: Number and trajectory of what the caller's sink has not taken yet; None: look whether
             the source has ended, or the run failed.
         rows: Number of held tasks by `task_id`.

@@ -1,4 +1,4 @@
-"""The routing service of a run: its process, `treadle.trainer.rollout.workers.router`; its owner.
+"""The routing service that a run's loop workers share: its process (`main`), and its owner.
 
 Invariants:
 
@@ -8,7 +8,7 @@ Invariants:
    started again at the same address, which the workers keep, with the servers of the moment; as
    often as `agent.max_worker_restarts` allows in all. Sessions come back with their next call.
 
-Who waits: one task here for the end of the process or the next look.
+Who waits: one task here, for the end of the process, a change of the servers, or the next look.
 """
 
 import argparse
@@ -76,7 +76,6 @@ class RunRouter:
         self._watching: asyncio.Task[None] | None = None
         self._admin: RouterAdmin | None = None
         self._num_restarts = 0
-        self._taken = 0
 
     async def start(self, replicas: Sequence[str]) -> None:
         """Starts the router with these servers, and again if it ends before it serves.
@@ -120,11 +119,6 @@ class RunRouter:
     def address(self) -> str:
         """host:port; the same after a restart."""
         return self._address
-
-    def take_restarts(self) -> int:
-        """Returns the number of restarts since the last call."""
-        new, self._taken = self._num_restarts - self._taken, self._num_restarts
-        return new
 
     def set_replicas(self, serving: Sequence[str], draining: Sequence[str] = ()) -> None:
         """Names the servers; the router is told at once, and again until it knows.

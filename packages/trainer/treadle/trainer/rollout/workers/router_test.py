@@ -105,5 +105,4 @@ async def test_a_router_that_dies_before_it_first_served_is_started_again(
         assert (await launcher.started.get()).name == "router-restart-2"
         async with _asked(router.address) as client:
             assert await client.replicas() == ["127.0.0.1:1"]
-        assert router.take_restarts() == 2
     assert re.search(f"router {ended}.*\nit is started again", caplog.text)
