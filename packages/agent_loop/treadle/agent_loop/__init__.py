@@ -70,7 +70,7 @@ from treadle.agent_loop.tokens.renderer import (
     PlacedImage,
     Rendering,
 )
-from treadle.agent_loop.tokens.transcript import Origin, Span, Tokens, Transcript
+from treadle.agent_loop.tokens.transcript import Origin, Span, SpanTable, Tokens, Transcript
 from treadle.agent_loop.tools.function_tool import FunctionTool, ToolFunction, function_tool
 from treadle.agent_loop.tools.interaction import (
     Interaction,
@@ -83,7 +83,13 @@ from treadle.agent_loop.tools.metric_rules import ReportsMetrics, check_metric_r
 from treadle.agent_loop.tools.text_truncation import TextCodec, TruncateSide
 from treadle.agent_loop.tools.tool import ChecksTask, Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.tools.toolbox import Toolbox, selected_tools
-from treadle.agent_loop.trajectory import Finding, SampleReward, Trajectory
+from treadle.agent_loop.trajectory import (
+    Exchange,
+    Finding,
+    MessageSource,
+    SampleReward,
+    Trajectory,
+)
 from treadle.agent_loop.types import (
     IMAGE_MARK,
     AgentTask,
@@ -123,6 +129,7 @@ __all__ = [
     "Conversation",
     "Drop",
     "EngineFailedError",
+    "Exchange",
     "FailFast",
     "FailurePolicy",
     "Finding",
@@ -148,6 +155,7 @@ __all__ = [
     "LoopRegistry",
     "MalformedCall",
     "Message",
+    "MessageSource",
     "NoReplica",
     "OnMalformedCall",
     "Origin",
@@ -181,6 +189,7 @@ __all__ = [
     "SetupError",
     "SingleTurnLoop",
     "Span",
+    "SpanTable",
     "StickySession",
     "StopReason",
     "Tag",

@@ -47,7 +47,7 @@ def test_the_nearest_keys_come_first() -> None:
     assert nearest("samples_per_prompt", all_leaves())[0].endswith("samples_per_prompt")
     assert nearest("zzzz", all_leaves()) == []
     # A section with a typing error: keys of other sections that end alike are no suggestion.
-    assert nearest("shedule.kind", all_leaves()) == ["schedule.kind"]
+    assert nearest("schedulle.kind", all_leaves()) == ["schedule.kind"]
 
 
 def test_every_parser_is_listed() -> None:

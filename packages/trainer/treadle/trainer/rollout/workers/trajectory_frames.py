@@ -33,20 +33,21 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 
 from treadle.agent_loop import (
     AgentTask,
+    Exchange,
     FloatArray,
     Image,
     LoopError,
     Message,
+    MessageSource,
     Origin,
     PlacedImage,
     RolloutError,
     RoutedExperts,
+    SpanTable,
     Tokens,
     ToolCall,
     Trajectory,
 )
-from treadle.agent_loop.tokens.transcript import SpanTable
-from treadle.agent_loop.trajectory import Exchange, MessageSource
 
 __all__ = [
     "PackedMessages",
