@@ -24,7 +24,7 @@ left, and for all where servers lend their memory, since a start during a loan w
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
@@ -299,6 +299,11 @@ class ServerPool:
     def clients(self) -> list[WeightSyncClient]:
         """The clients of the servers of the rotation, by name."""
         return [server.client for server in self.live]
+
+    @property
+    def dead(self) -> Collection[str]:
+        """Names of the servers that are dead; they may be starting again."""
+        return self._dead.keys()
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of servers now, and of losses and restarts since the last call."""

@@ -10,6 +10,9 @@ rest is `training`, as long as the driver's step trained, and `prompts` beyond t
 there. When in the step a server waited is not known, so where trajectories are sampled beside
 training, `training` is an upper bound.
 
+A server that is dead is `down` in every step until it serves again, however many its start takes;
+one that was drained is no server of the run any more, and counts in no share.
+
 Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
 `down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
 its seconds are scaled to the time that passed.
@@ -17,7 +20,7 @@ its seconds are scaled to the time that passed.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -68,6 +71,7 @@ class ServerShares:
 
     Args:
         servers: Returns the servers of the rotation. A restarted one has a new client.
+        dead: Returns the names of those that are dead, or start again.
         occupied_s: Returns by address for how long servers have had open sessions.
         now: Returns seconds.
 
@@ -79,14 +83,17 @@ class ServerShares:
     def __init__(
         self,
         servers: Callable[[], Sequence[AskedServer]],
+        dead: Callable[[], Collection[str]],
         occupied_s: Callable[[], Awaitable[Mapping[str, float]]],
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._servers = servers
+        self._dead = dead
         self._occupied_s = occupied_s
         self._now = now
         self._at = now()
-        self._known: dict[AskedServer, _Answer | None] = {}
+        self._known: dict[AskedServer, _Answer | None] | None = None
+        self._were_dead: Collection[str] = ()
         self.busy: Mapping[str, float] = {}
 
     async def take(self, phases: Mapping[str, float]) -> dict[str, float]:
@@ -95,7 +102,8 @@ class ServerShares:
         Args:
             phases: Seconds of the driver's phases since then, as `time/train_s`.
         """
-        before, began = self._known, self._at
+        is_first, before, began = self._known is None, self._known or {}, self._at
+        were_dead, self._were_dead = self._were_dead, frozenset(self._dead())
         servers = self._servers()
         occupied_s = await self._occupied_s()
         answers = await concurrently(
@@ -107,20 +115,14 @@ class ServerShares:
         # Of one without an answer the next share is of a longer time.
         self._known = {server: answer or before.get(server) for server, answer in told.items()}
         training_s = sum(phases.get(phase, 0.0) for phase in _TRAINING)
-        shares = {
-            server.name: _shares(before.get(server), answer, passed_s, training_s)
-            for server, answer in told.items()
-            if answer is not _UNTOLD
-            and (before.get(server) is not None or _is_new(answer, passed_s))
-        }
-        # One that has left ended in this time; of those that were not there before it is not known.
-        names = {server.name for server in told}
-        shares |= {
-            server.name: {"down": 1.0}
-            for server, answer in before.items()
-            if server.name not in names and answer is not _UNTOLD
-        }
-        if not before or not shares:
+        shares: dict[str, dict[str, float]] = {name: {"down": 1.0} for name in self._were_dead}
+        for server, answer in told.items():
+            known = before.get(server)
+            if known is None and answer is not None:
+                known = _at_begin(answer, passed_s, was_dead=server.name in were_dead)
+            if known is not None and answer is not _UNTOLD:
+                shares[server.name] = _shares(known, answer, passed_s, training_s)
+        if is_first or not shares:
             self.busy = {}
             return {}
         self.busy = {
@@ -153,19 +155,23 @@ class ServerShares:
         )
 
 
-def _is_new(answer: _Answer | None, passed_s: float) -> bool:
-    """Returns whether a server that was not known before was started in the time that passed."""
-    return answer is not None and sum(answer.seconds.values()) <= passed_s
+def _at_begin(answer: _Answer, passed_s: float, *, was_dead: bool) -> _Answer | None:
+    """Returns what a server that is new had told when the step began; None: that is not known.
+
+    Of one that was dead then the start may have taken longer than the step; all else came after.
+    """
+    seconds = {"starting": answer.seconds["starting"]} if was_dead and answer.seconds else {}
+    if sum(answer.seconds.values()) - sum(seconds.values()) > passed_s:
+        return None
+    return _Answer(seconds=seconds, occupied_s=answer.occupied_s)
 
 
 def _shares(
-    before: _Answer | None, after: _Answer | None, passed_s: float, training_s: float
+    before: _Answer, after: _Answer | None, passed_s: float, training_s: float
 ) -> dict[str, float]:
     """Returns the shares of one server."""
     if after is None or passed_s <= 0:
         return {"down": 1.0}
-    if before is None:
-        before = _Answer(seconds={}, occupied_s=after.occupied_s)
     spent = {cause: s - before.seconds.get(cause, 0.0) for cause, s in after.seconds.items()}
     occupied_s = after.occupied_s - before.occupied_s
     if occupied_s < 0.0:  # the router was started again meanwhile

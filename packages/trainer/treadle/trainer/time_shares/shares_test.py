@@ -40,7 +40,10 @@ class Run:
         self.servers = list(servers)
         self.now = 0.0
         self.occupied: Mapping[str, float] = {}
-        self.shares = ServerShares(lambda: self.servers, self._occupied_s, lambda: self.now)
+        self.dead: set[str] = set()
+        self.shares = ServerShares(
+            lambda: self.servers, lambda: self.dead, self._occupied_s, lambda: self.now
+        )
         assert asyncio.run(self.shares.take({})) == {}
 
     async def _occupied_s(self) -> Mapping[str, float]:
@@ -102,14 +105,43 @@ def test_waiting_is_for_tools_while_sessions_are_open() -> None:
 def test_a_server_that_dies_and_its_successor_were_down_meanwhile() -> None:
     first, other = Told("a"), Told("b")
     run = Run(first, other)
-    run.servers = [other]
+    run.servers, run.dead = [other], {"a"}
     other.seconds = {"decode": 4.0}
     assert run.step(4.0) == pytest.approx({"down": 0.5, "decode": 0.5})
     assert run.shares.busy == {"a": 0.0, "b": 1.0}
     again = Told("a")
     again.seconds = {"starting": 1.0, "waiting": 1.0}
-    run.servers, other.seconds = [again, other], {"decode": 8.0}
+    run.servers, run.dead, other.seconds = [again, other], set(), {"decode": 8.0}
     assert run.step(4.0) == pytest.approx({"down": 0.375, "prompts": 0.125, "decode": 0.5})
+
+
+def test_a_start_that_takes_several_steps_is_down_in_each_of_them() -> None:
+    first, other = Told("a"), Told("b")
+    run = Run(first, other)
+    run.servers, run.dead = [other], {"a"}
+    for step in (1, 2):
+        other.seconds = {"decode": 4.0 * step}
+        assert run.step(4.0) == pytest.approx({"down": 0.5, "decode": 0.5})
+    again = Told("a")
+    again.seconds = {"starting": 9.0, "waiting": 1.0, "weights": 1.0}
+    run.servers, run.dead, other.seconds = [again, other], set(), {"decode": 12.0}
+    assert run.step(4.0) == pytest.approx(
+        {"down": 0.25, "prompts": 0.125, "weights": 0.125, "decode": 0.5}
+    )
+    # One of someone else that only stood still has told more than of this step.
+    run.servers, run.dead, other.seconds = [other], {"a"}, {"decode": 16.0}
+    assert run.step(4.0) == pytest.approx({"down": 0.5, "decode": 0.5})
+    stood = Told("a")
+    stood.seconds = {"starting": 1.0, "waiting": 90.0}
+    run.servers, run.dead, other.seconds = [stood, other], set(), {"decode": 20.0}
+    assert run.step(4.0) == {"decode": 1.0}
+
+
+def test_a_server_that_was_drained_is_not_down() -> None:
+    leaves, other = Told("a"), Told("b")
+    run = Run(leaves, other)
+    run.servers, other.seconds = [other], {"decode": 4.0}
+    assert run.step(4.0) == {"decode": 1.0}
 
 
 def test_a_server_without_an_answer_is_down_and_one_that_is_older_than_the_run_is_not_guessed() -> (
@@ -138,7 +170,6 @@ def test_a_server_that_does_not_know_the_field_counts_in_no_share() -> None:
     run.servers, server.seconds = [server], {"decode": 8.0}
     assert run.step(4.0) == {"decode": 1.0}
     run.servers = [older]
-    run.step(1.0)
     run.now += 1.0
     assert asyncio.run(run.shares.take({})) == {}
     assert run.shares.busy == {}

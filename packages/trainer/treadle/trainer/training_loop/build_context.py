@@ -200,6 +200,7 @@ async def build_context(
             servers=servers,
             server_shares=ServerShares(
                 lambda: servers.clients,
+                lambda: servers.dead,
                 partial(_occupied_s, servers, router),
             ),
             rollout=Rollout(
