@@ -22,6 +22,7 @@ from treadle.trainer.report.status import read_status
 # They count what was done to the servers and the workers, so they differ.
 OF_FAULTS = ("servers/", "workers/", "agent_loop/interruptions", "sync/bytes", "sync/delta_ratio")
 MAX_GROWTH_MIB, MAX_GROWTH_DESCRIPTORS, LEAST_SAMPLES = 24.0, 8.0, 300
+_PARTS = 12
 _PR_SET_CHILD_SUBREAPER = 36
 _MIB = 1 << 20
 
@@ -149,13 +150,16 @@ class Series:
         """What the process does, without its run and its number."""
         return self.name.rpartition(", ")[2].partition("-")[0]
 
-    def told(self) -> Mapping[str, float | str]:
-        """Returns what was measured."""
+    def told(self) -> Mapping[str, float | str | list[float]]:
+        """Returns what was measured; the memory over time as the first of each twelfth."""
         return {
             "name": self.name,
             "samples": len(self.memory),
             "memory_mib": round(self.memory[-1], 1),
             "memory_grown_mib": round(growth(self.memory), 1),
+            "memory_mib_over_time": [
+                round(self.memory[len(self.memory) * part // _PARTS], 1) for part in range(_PARTS)
+            ],
             "descriptors": self.descriptors[-1],
             "descriptors_grown": growth(self.descriptors),
         }

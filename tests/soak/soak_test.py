@@ -150,7 +150,9 @@ def test_growth_is_noticed_and_a_warm_up_is_none() -> None:
     working = [300.0, 450.0, 370.0] * 100
     assert Series("server", memory=warm, descriptors=flat).problems() == []
     assert Series("rank", memory=working, descriptors=flat).problems() == []
-    (problem,) = Series("server", memory=leaking, descriptors=flat).problems()
+    grows = Series("server", memory=leaking, descriptors=flat)
+    assert grows.told()["memory_mib_over_time"] == leaking[::25]
+    (problem,) = grows.problems()
     assert "memory in MiB grew by 30.0" in problem
     (problem,) = Series("server", memory=flat, descriptors=leaking).problems()
     assert "descriptors grew by 30.0" in problem
