@@ -1,5 +1,6 @@
 """Runs the trainer as users do: arguments in; output, exit status and run directory out."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -114,9 +115,13 @@ class Trainer:
 
 
 def _processor_s(pids: Sequence[int]) -> float:
-    """Returns the processor time that living processes have used."""
-    times = (Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in pids)
-    return sum(int(each[11]) + int(each[12]) for each in times) / os.sysconf("SC_CLK_TCK")
+    """Returns the processor time that those processes have used which live."""
+    ticks = 0
+    for pid in pids:
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            times = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(times[11]) + int(times[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def trained_rows(trainer: Trainer) -> Counter[str]:

@@ -36,7 +36,12 @@ def shm_files(pid: int) -> set[Path]:
             lines = Path(f"/proc/{one}/maps").read_text().splitlines()
             # By inode: a semaphore is mapped before it gets its name.
             mapped |= {int(line.split()[4]) for line in lines if "/dev/shm/" in line}
-    return {path for path in Path("/dev/shm").iterdir() if path.stat().st_ino in mapped}
+    found = set()
+    for path in Path("/dev/shm").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process of the machine removed it
+            if path.stat().st_ino in mapped:
+                found.add(path)
+    return found
 
 
 class Descendants:

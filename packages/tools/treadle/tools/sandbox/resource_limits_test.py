@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 import socket
-import threading
 from pathlib import Path
 
 import pytest
@@ -531,32 +530,16 @@ async def test_no_time_at_all_is_a_time_out(sandbox: LocalSandbox) -> None:
     assert execution.status is RunStatus.TIMED_OUT
 
 
-async def test_a_cancelled_program_is_gone_long_before_its_time(sandbox: LocalSandbox) -> None:
+async def test_a_cancelled_program_is_gone_long_before_its_time(
+    sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its namespace is learnt from the worker, since it says nothing before its end."""
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    before = {entry for entry in os.listdir("/proc") if entry.isdigit()}
+    started = remember_workers(sandbox, monkeypatch)
     code = "import os, time\nfor _ in range(3):\n  if os.fork() == 0: os.setsid()\ntime.sleep(60)"
     running = asyncio.create_task(run(sandbox, code, timeout_s=60))
-
-    def look() -> None:
-        own = os.readlink("/proc/self/ns/pid")
-        while not started.done():
-            for name in set(filter(str.isdigit, os.listdir("/proc"))) - before:
-                try:
-                    namespace = os.readlink(f"/proc/{name}/ns/pid")
-                except OSError:
-                    continue
-                if namespace != own and len(processes_in(namespace)) >= 8:
-                    asyncio.run_coroutine_threadsafe(_set(started, namespace), loop)
-                    return
-
-    async def _set(future: asyncio.Future[str], value: str) -> None:
-        future.set_result(value)
-
-    loop = asyncio.get_running_loop()
-    looking = threading.Thread(target=look, daemon=True)
-    looking.start()
-    namespace = await started
+    namespace = os.readlink(f"/proc/{(await started.get())._pid}/ns/pid")
+    while len(await asyncio.to_thread(processes_in, namespace)) < 8:
+        pass
     running.cancel()
     async with asyncio.timeout(30):
         with pytest.raises(asyncio.CancelledError):

@@ -250,7 +250,7 @@ async def test_a_full_queue_is_429_and_says_when_to_come_again(server: httpx.Asy
     assert int(refused.headers["retry-after"]) >= 1
     assert "1 programs run and 1 wait" in refused.json()["detail"]
     running.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(30):
         assert (await waiting).json()["run_result"]["stdout"] == "1\n"
 
 
@@ -261,7 +261,7 @@ async def test_a_client_that_hangs_up_ends_its_program_long_before_its_time(
     running = asyncio.create_task(post(server, "import time; time.sleep(60)", run_timeout=60))
     await until(server, running=1)
     running.cancel()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(30):
         await until(server, running=0)
 
 
