@@ -129,7 +129,7 @@ def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     server = os.pidfd_open(trainer.pid_of("rollout-0-restart-1"))
     trainer.process.send_signal(signal.SIGINT)
     assert trainer.wait() == 130, trainer.output
-    assert f"to go on: run.dir={trainer.run_dir}" in trainer.output
+    assert f"to resume: run.dir={trainer.run_dir}" in trainer.output
     assert "Traceback" not in trainer.output
     assert "The run was interrupted." in trainer.page()
     _await_end(server)

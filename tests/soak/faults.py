@@ -97,14 +97,14 @@ KINDS = (
         target="driver",
         signal=signal.SIGINT,
         exit=130,
-        says="to go on: run.dir=",
+        says="to resume: run.dir=",
     ),
     Kind(
         name="the driver terminated",
         target="driver",
         signal=signal.SIGTERM,
         exit=143,
-        says="to go on: run.dir=",
+        says="to resume: run.dir=",
     ),
 )
 WORKER_KINDS = (

@@ -1,6 +1,6 @@
 """Calls a user's code so that it can neither hold the event loop nor outlive its cancellation.
 
-Invariant: whoever waits for a user's code, and is cancelled, goes on after `GRACE_S` at the latest.
+Invariant: a caller that waits for a user's code, and is cancelled, waits `GRACE_S` longer at most.
 A plain function runs on a thread beside the event loop. Python can end neither a thread nor a task
 that swallows its cancellation, so these are left behind: a warning names them, and nothing waits
 for them, not even the end of the process. A thread whose function has ended serves the next call.

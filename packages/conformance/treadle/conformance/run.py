@@ -113,7 +113,7 @@ class Plugin:
             self._stop_reason = self._stop_reason or self._why_stop(report)
 
     def _why_stop(self, report: pytest.TestReport) -> str:
-        """Returns why the run stops after this failed check, or "" if it goes on."""
+        """Returns why the run stops after this failed check, or "" if it continues."""
         name = _check(report).name
         if why := asyncio.run(why_lost(self._settings)):
             return f"since {name!r}, {why}"

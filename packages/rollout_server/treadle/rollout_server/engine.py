@@ -10,7 +10,7 @@ not block it: an engine with heavy work owns a thread.
 
 Who waits: the consumer of `generate` waits for events and nothing waits for the consumer,
 so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
-the sequences that its policy names, whose consumers must go on reading. Closing the
+the sequences that its policy names, whose consumers must continue to read. Closing the
 generator (or cancelling the task that reads it) wakes the engine, which frees the
 sequence's slot and cache. `wait_failed` tells of an engine that breaks between two calls.
 
@@ -77,7 +77,7 @@ class Engine(Protocol):
 
         Called only while paused, perhaps without the KV cache. Afterwards nothing computed
         from the old weights serves a new sequence (prefix caches are dropped); sequences kept
-        by CONTINUE may go on with what they hold.
+        by CONTINUE may continue with what they hold.
 
         Args:
             tensors: All of them, in any order.

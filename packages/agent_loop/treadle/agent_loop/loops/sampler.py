@@ -107,7 +107,7 @@ class TurnSampler:
                 )
         self.generate_s += time.perf_counter() - started
         self.num_interruptions += completion.num_interruptions
-        self._services.pulse.beat(f"going on after {request.request_id}")
+        self._services.pulse.beat(f"continuing after {request.request_id}")
         _check(completion, params)
         return completion
 

@@ -7,8 +7,8 @@ Invariant: at most one task tells the engine to load. A staged update changes no
 commit, and a commit that the engine refuses changes nothing either. An update in place begins with
 a pause; see `in_place.py`.
 
-Who waits: `commit` for the engine, together with every other caller of it; the engine goes on when
-they give up. `begin` for the pause in place and for the files to be read, likewise. The tasks are
+Who waits: `commit` for the engine, together with every other caller of it; it continues when they
+give up. `begin` for the pause in place and for the files to be read, likewise. The tasks are
 owned here, and `aclose` waits for them.
 """
 

@@ -131,7 +131,7 @@ COLUMNS: Final = (
         "sample_rewards",
         _list(_SAMPLE_REWARD),
         True,
-        "One per sample where players have rewards of their own; else null.",
+        "One per sample where players have their own rewards; else null.",
     ),
     Column(
         "messages",

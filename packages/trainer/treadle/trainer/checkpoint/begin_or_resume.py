@@ -1,4 +1,4 @@
-"""Whether a run begins or goes on in a directory, and from where. Reads only.
+"""Whether a run begins or resumes in a directory, and from where. Reads only.
 
 Invariant: a directory that holds a run is never begun anew in silence, and its settings are
 compared before it is resumed, whatever file of it is missing.
@@ -46,7 +46,7 @@ _WANTED = "it must be a run directory, or RUN/checkpoints/step-N of one"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where a run goes on.
+    """Where a run resumes.
 
     Attributes:
         begun: Whether the directory holds steps of the run already.
@@ -76,12 +76,12 @@ class ResumePoint:
 
 
 def check_run_directory(path: Path, config: AnyConfig) -> ResumePoint:
-    """Returns where a run would begin or go on; rejects a directory that it could not use.
+    """Returns where a run would begin or resume; rejects a directory that it could not use.
 
     Of a checkpoint's files only the sizes are compared; the run compares their contents.
 
     Raises:
-        RunDirectoryError: It cannot be made, or holds another run, or one that cannot go on.
+        RunDirectoryError: It cannot be made, or holds another run, or one that cannot be resumed.
     """
     there = path
     while not there.exists():
@@ -110,17 +110,17 @@ def check_steps_left(resume: ResumePoint, total_steps: int) -> None:
 def find_resume_point(
     directory: RunDirectory, checkpoints: Checkpoints, config: AnyConfig, *, contents: bool = True
 ) -> ResumePoint:
-    """Returns where a run of this configuration begins or goes on in the directory.
+    """Returns where a run of this configuration begins or resumes in the directory.
 
     Args:
         directory: Of the run.
         checkpoints: Those in it.
-        config: Of the run as it would begin or go on.
+        config: Of the run as it would begin or resume.
         contents: Whether to read the files of the checkpoint once, to compare them with its
             manifest; else only their sizes are compared.
 
     Raises:
-        RunDirectoryError: The directory holds another run, or one that cannot go on.
+        RunDirectoryError: The directory holds another run, or one that cannot be resumed.
     """
     path = config.run.resume if isinstance(config.run.resume, Path) else None
     here = directory.path.resolve()
@@ -132,7 +132,7 @@ def find_resume_point(
     if config.run.resume == "never":
         raise RunDirectoryError(
             f"run.dir={directory.path} already holds a run and run.resume=never: choose another "
-            "directory, or set run.resume=auto to go on with it"
+            "directory, or set run.resume=auto to resume it"
         )
     now = config.model_dump(mode="json")
     try:
@@ -167,7 +167,7 @@ def find_resume_point(
     if path is not None and not of_this_run and str(path) != began:
         raise RunDirectoryError(
             f"run.dir={directory.path} holds a run that did not begin from run.resume={path}: "
-            "choose another directory, or set run.resume=auto to go on with it"
+            "choose another directory, or set run.resume=auto to resume it"
         )
     if own is not None:
         notes += _resuming(own)
@@ -300,7 +300,7 @@ def _check_that_nothing_was_saved(directory: RunDirectory, config: AnyConfig) ->
         )
     if config.schedule.save_every is None:
         raise RunDirectoryError(
-            f"run.dir={directory.path} holds a run that kept no checkpoint to go on from "
+            f"run.dir={directory.path} holds a run that kept no checkpoint to resume from "
             "(schedule.save_every=null): choose another directory, or remove this one"
         )
 

@@ -212,8 +212,8 @@ class Checkpoints:
                 return NewestWhole(checkpoint=checkpoint, notes=tuple(notes))
         if steps:
             raise RunDirectoryError(
-                f"{self._directory} holds no checkpoint to go on from: {'; '.join(notes)}. Put one "
-                "back from a copy, or start a new run with another run.dir"
+                f"{self._directory} holds no checkpoint to resume from: {'; '.join(notes)}. Put "
+                "one back from a copy, or start a new run with another run.dir"
             )
         return NewestWhole(checkpoint=None, notes=tuple(notes))
 

@@ -16,7 +16,7 @@ class ReportError(RuntimeError):
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="treadle report",
-        description="Writes report.html and curves.png of a run that goes on, has ended or was "
+        description="Writes report.html and curves.png of a run that still trains, ended or was "
         "killed, from what its directory holds by now.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="a run directory")

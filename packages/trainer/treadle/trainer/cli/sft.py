@@ -119,7 +119,7 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except Interrupted as ended:
         keeps = config.schedule.save_every is not None
-        say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
+        say(f"interrupted; to resume: run.dir={run_dir}" if keeps else "interrupted", error=True)
         return 128 + ended.number
     print_summary(summary, run_dir)
     return 0

@@ -193,7 +193,7 @@ def _train(loaded: LoadedConfig) -> int:
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except Interrupted as ended:
         keeps = config.schedule.save_every is not None
-        say(f"interrupted; to go on: run.dir={run_dir}" if keeps else "interrupted", error=True)
+        say(f"interrupted; to resume: run.dir={run_dir}" if keeps else "interrupted", error=True)
         return 128 + ended.number
     except SystemExit as exit_:
         # The status would be the user's, 0 even, though the run has not done what was asked.

@@ -1,4 +1,4 @@
-"""Each logger of the table writes with its real client; a resumed run goes on in the same place.
+"""Each logger of the table writes with its real client; a resumed run continues in the same place.
 
 The run is killed after step 2 and resumed after step 1, so step 2 is given twice.
 """

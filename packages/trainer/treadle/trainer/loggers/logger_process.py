@@ -174,4 +174,4 @@ class LoggerProcess:
         if warned:
             _log.info("logger %s %s", self.name, text)
         else:
-            _log.warning("logger %s %s; the run goes on; see %s", self.name, text, self._log_path)
+            _log.warning("logger %s %s; the run continues; see %s", self.name, text, self._log_path)

@@ -158,7 +158,7 @@ def test_a_logger_that_fails_or_hangs_is_one_warning(
     asyncio.run(_run(_config(name, limit=limit), tmp_path))
     (said,) = _warnings(caplog)
     assert f"logger {name} {warning}" in said
-    assert f"the run goes on; see {tmp_path}/logs/logger-{name}.log" in said
+    assert f"the run continues; see {tmp_path}/logs/logger-{name}.log" in said
 
 
 def test_a_logger_that_does_not_keep_up_loses_records_and_holds_nobody(

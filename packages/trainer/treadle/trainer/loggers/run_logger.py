@@ -50,7 +50,7 @@ class Table:
 class RunLogger(Protocol):
     """A logger of one run. It is made as `Class(run)` with a `LoggedRun`, in a process of its own.
 
-    Whatever a method raises loses that one record; the run goes on.
+    Whatever a method raises loses that one record; the run continues.
     """
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:

@@ -1,6 +1,6 @@
 """TensorBoard's event files in `tensorboard/` of the run directory, written without torch.
 
-A resumed run says at which step it goes on (`purge_step`), so that TensorBoard drops what the
+A resumed run says at which step it continues (`purge_step`), so that TensorBoard drops what the
 earlier files hold of the steps that are repeated.
 """
 

@@ -83,7 +83,7 @@ async def build_context(
         own: The user's objects beside the configuration.
         plan: Of the configuration.
         run_dir: Where everything is written.
-        resume: Where the run goes on.
+        resume: Where the run continues.
         checkpoints: Where checkpoints are kept.
         metrics_log: Of the run directory.
         loggers: Of the run.

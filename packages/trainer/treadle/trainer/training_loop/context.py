@@ -214,7 +214,7 @@ class TrainingContext:
         """Returns one scored trajectory per task, from the present weights.
 
         Args:
-            phase: Decides how completions are sampled, and names what goes on.
+            phase: Decides how completions are sampled, and is named in the progress line.
             tasks: Those of a row are adjacent.
             step: What is noted is said of it.
         """

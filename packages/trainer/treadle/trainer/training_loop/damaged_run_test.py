@@ -1,4 +1,4 @@
-"""Every way to damage a run directory: the command goes on with a note, or ends with a sentence."""
+"""Every way to damage a run directory: the command continues with a note, or ends with one."""
 
 import asyncio
 import itertools
@@ -69,7 +69,7 @@ def _train(run: Path, *arguments: str) -> int:
 
 
 def _find(run: Path, *arguments: str) -> ResumePoint:
-    """Returns where the run goes on."""
+    """Returns where the run continues."""
     config = load_config([DEMO], ["schedule.total_steps=1", *arguments]).config
     return find_resume_point(RunDirectory(run), Checkpoints(run / CHECKPOINTS, keep=2), config)
 
@@ -262,7 +262,7 @@ _ENDS: dict[str, tuple[Damage, tuple[str, ...], str]] = {
     "all checkpoints damaged": (
         _both(_flip(_TENSORS), _delete(f"{CHECKPOINTS}/{_OLDER}/{POLICY}/common.pt")),
         (),
-        "holds no checkpoint to go on from",
+        "holds no checkpoint to resume from",
     ),
     "all checkpoints deleted": (
         lambda run: shutil.rmtree(run / CHECKPOINTS),

@@ -94,7 +94,7 @@ def test_the_report_is_one_file_that_needs_no_other() -> None:
 @pytest.mark.parametrize(
     ("status", "text"),
     [
-        (Status(state="running"), "The run goes on"),
+        (Status(state="running"), "The run is in progress"),
         (Status(state="running", ends_at="2026-01-02T03:04:05+00:00"), "end at 2026-01-02T03:04"),
         (Status(state="failed", error="ToolError: <b>down</b>"), "ToolError: <b>down</b>"),
         (Status(state="interrupted"), "was interrupted"),

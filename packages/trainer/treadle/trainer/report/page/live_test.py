@@ -19,7 +19,7 @@ def test_the_report_is_there_from_the_start_and_follows_the_run(tmp_path: Path) 
         with (tmp_path / "lock").open("w") as lock, MetricsLog(tmp_path / "metrics.jsonl") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             async with live_report(tmp_path) as report:
-                assert "The run goes on" in page(tmp_path)
+                assert "The run is in progress" in page(tmp_path)
                 assert "No step is logged." in page(tmp_path)
                 log.append(1, {"val/reward": 0.5})
                 report.update()
@@ -27,7 +27,7 @@ def test_the_report_is_there_from_the_start_and_follows_the_run(tmp_path: Path) 
                 assert report._writing is not None
                 await report._writing
                 assert "The last step logged is 1." in page(tmp_path)
-                assert "The run goes on" in page(tmp_path)
+                assert "The run is in progress" in page(tmp_path)
                 log.append(2, {})
         assert "The last step logged is 2." in page(tmp_path)
 
