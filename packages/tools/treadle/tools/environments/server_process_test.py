@@ -31,7 +31,7 @@ def _free_port() -> int:
 def test_a_server_is_started_once_and_ended_with_its_children(tmp_path: Path) -> None:
     port, pids = _free_port(), tmp_path / "pids"
     command = [sys.executable, "-c", _SERVER, str(port), str(pids)]
-    handles = []
+    handles: list[int] = []
 
     async def use() -> None:
         server = ServerProcess(command, f"http://127.0.0.1:{port}")

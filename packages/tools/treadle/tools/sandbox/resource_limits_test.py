@@ -479,7 +479,7 @@ async def test_programs_end_within_two_seconds_while_every_core_is_busy(
         return took
 
     # Of three attempts, since what else runs on the machine may hold up one of them.
-    tried = []
+    tried: list[list[float]] = []
     while not tried or (max(tried[-1]) >= 2 and len(tried) < 3):
         tried.append(await ends())
     assert max(tried[-1]) < 2, tried

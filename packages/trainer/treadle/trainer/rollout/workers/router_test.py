@@ -95,7 +95,7 @@ async def test_a_router_that_dies_before_it_first_served_is_started_again(
     ended = rf"was ended by SIGKILL on node {platform.node()} before it served; .* ends with:\n"
     async with (
         Launcher(tmp_path, kills={"router", "router-restart-1"}) as launcher,
-        RunRouter(launcher, config, on_lost=pytest.fail) as router,
+        RunRouter(launcher, config, on_lost=lambda lost: pytest.fail(str(lost))) as router,
     ):
         if max_restarts == 1:
             with pytest.raises(RouterLostError, match=rf"after 1 restarts .*, router-.* {ended}"):
