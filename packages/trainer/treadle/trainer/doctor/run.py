@@ -150,8 +150,21 @@ def _has_list_feature(path: Path) -> bool:
 
 
 def _gpu_numbers(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
-    # With launch.gpus_per_node each process has its own, and preflight has compared the numbers.
-    if config.launch.kind != "local" or not gpus or config.launch.gpus_per_node:
+    if config.launch.kind != "local":
+        return
+    if per_node := config.launch.gpus_per_node:
+        # Each process has its own, and preflight has compared the numbers; but where there is no
+        # GPU it plans for another machine.
+        if not gpus:
+            yield fail(
+                "number of GPUs",
+                f"launch.gpus_per_node={per_node}, and this machine has none",
+                "a run stops at its start",
+                "start the run where the GPUs are, or give the container the GPUs (docker run "
+                "--gpus all); on the CPU, launch.gpus_per_node=0 policy.parallel.data=1",
+            )
+        return
+    if not gpus:
         return
     ranks, rollout = config.policy.parallel.num_ranks, config.rollout
     each = rollout.tensor_model_parallel_size * rollout.data_parallel_size

@@ -157,6 +157,13 @@ def test_gpus_memory_pools_keys_and_ports(server: Path, tmp_path: Path) -> None:
     assert _named(findings, "run.metrics_port").level is Level.OK
 
 
+def test_a_machine_without_gpus_is_named_where_the_run_needs_some(server: Path) -> None:
+    findings = _check(f"rollout.server_command=[{server}]", "launch.gpus_per_node=8")
+    finding = _named(findings, "number of GPUs")
+    assert finding.level is Level.FAIL
+    assert finding.value == "launch.gpus_per_node=8, and this machine has none"
+
+
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
