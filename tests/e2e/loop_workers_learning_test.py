@@ -13,7 +13,10 @@ from typing import Any
 
 import pytest
 
+from treadle.agent_loop.tokens.transcript import SpanTable
+from treadle.tracing.trajectories import SCHEMA, TrajectoryFiles
 from treadle.trainer.main import main
+from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
 
 from .testing import StartTrainer, Trainer
 
@@ -35,6 +38,7 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert helped.wait() == 0, helped.output
     assert alone.wait() == 0, alone.output
     assert _kept(helped) == _kept(alone)
+    assert _stored(helped) == _stored(alone)
     lost = [line["workers/lost"] for line in helped.metrics()]
     assert (sum(lost), lost[0]) == (1, 0), "the one that was killed after the first step"
     assert all(line["rollout/num_failed"] == 0 for line in helped.metrics() if line["step"])
@@ -44,6 +48,31 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert "was ended by SIGKILL on node " in log and "; its log ends with:" in log
     assert "the router (127.0.0.1:" in log
     assert _spans(helped) >= _spans(alone), "attempts that were lost may have left some more"
+
+
+def test_a_step_makes_no_object_of_a_turn_in_the_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: Counter[type] = Counter()
+
+    def count(source: type[PackedMessages] | type[SpanTable]) -> None:
+        make = source.make
+
+        def counted(self: Any) -> Any:
+            made[source] += 1
+            return make(self)
+
+        monkeypatch.setattr(source, "make", counted)
+
+    count(PackedMessages)
+    count(SpanTable)
+    few = ("schedule.total_steps=2", "run.trajectories_per_step=3", "run.val_trajectories=0")
+    assert main([*_RUN, *few, "agent.num_workers=2", f"run.dir={tmp_path}"]) == 0
+    with TrajectoryFiles(tmp_path) as files:
+        assert files.count() == 256 + 96
+    lines = (tmp_path / "trajectories.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 16, "a group of 8 each step"
+    assert made == {PackedMessages: 16, SpanTable: 16}, "what trajectories.jsonl shows, and no more"
 
 
 def test_an_evaluation_runs_on_workers(tmp_path: Path) -> None:
@@ -67,6 +96,17 @@ def _kept(trainer: Trainer) -> list[Mapping[str, Any]]:
     """Returns what a trajectory is, without times."""
     kept = ("step", "task_id", "rollout_index", "samples", "messages", "reward", "stop")
     return [{key: line[key] for key in kept} for line in trainer.trajectories()]
+
+
+def _stored(trainer: Trainer) -> list[str]:
+    """Returns the rows of the trajectory files, without times, as text: NaN equals nothing."""
+    columns = [name for name in SCHEMA.names if name not in ("trace", "metrics", "duration_s")]
+    with TrajectoryFiles(trainer.run_dir) as files:
+        rows = files.query(columns=columns, order_by=["step", "task_id", "rollout_index"])
+    for row in rows:
+        for sample in row["samples"]:
+            del sample["logprobs"]  # a server's rounding depends on what it computes together
+    return list(map(repr, rows))
 
 
 def _spans(trainer: Trainer) -> Counter[tuple[str, int]]:

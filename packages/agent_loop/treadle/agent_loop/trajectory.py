@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Self
 from treadle.agent_loop.errors import RolloutError
 from treadle.agent_loop.tokens.late_field import FieldSource, LateField
 from treadle.agent_loop.tokens.transcript import Tokens
-from treadle.agent_loop.types import AgentTask, Message, StopReason
+from treadle.agent_loop.types import AgentTask, Image, Message, StopReason
 from treadle.tracing import Metric
 
 # The variance of a group needs the square, which must be a float too.
@@ -105,13 +105,15 @@ class MessageSource(FieldSource[tuple[Message, ...]]):
 
     Args:
         exchange: What the messages say about who took part.
+        images: What they show, each image once.
     """
 
-    __slots__ = ("exchange",)
+    __slots__ = ("exchange", "images")
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, images: tuple[Image, ...]) -> None:
         super().__init__()
         self.exchange = exchange
+        self.images = images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +218,14 @@ class Trajectory(LateField[MessageSource]):
         if self.source is not None:
             return self.source.exchange
         return Exchange.of(self.messages[len(self.task.messages) :])
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of the messages, each object once; known without making `messages`."""
+        if self.source is not None:
+            return self.source.images
+        shown = (image for message in self.messages for image in message.images)
+        return tuple({id(image): image for image in shown}.values())
 
     @property
     def tokens(self) -> Tokens:

@@ -15,7 +15,12 @@ from treadle.tracing.trajectories.images import (
 )
 from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
 from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
-from treadle.tracing.trajectories.write import remove_files_after, total_bytes, write_file
+from treadle.tracing.trajectories.write import (
+    remove_files_after,
+    span_list,
+    total_bytes,
+    write_file,
+)
 
 __all__ = [
     "COLUMNS",
@@ -34,6 +39,7 @@ __all__ = [
     "image_bytes",
     "image_name",
     "remove_files_after",
+    "span_list",
     "total_bytes",
     "write_file",
     "write_image",

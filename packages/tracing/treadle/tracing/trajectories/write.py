@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from treadle.tracing.trajectories.schema import (
@@ -25,7 +26,7 @@ from treadle.tracing.trajectories.schema import (
     parse_file_name,
 )
 
-__all__ = ["remove_files_after", "total_bytes", "write_file"]
+__all__ = ["remove_files_after", "span_list", "total_bytes", "write_file"]
 
 _PARTIAL: Final = ".partial"
 _ROWS_PER_GROUP: Final = 256
@@ -54,7 +55,8 @@ def write_file(
         directory: Made if it is missing.
         step: Number of the step.
         phase: `train` or `val`.
-        rows: By the names of `SCHEMA`; lists of numbers may be arrays. Other keys are an error.
+        rows: By the names of `SCHEMA`; lists of numbers may be arrays, strings UTF-8, and `spans` a
+            `span_list`. Other keys are an error.
         left_out: Number of trajectories of the step that are not among the rows.
 
     Returns:
@@ -90,6 +92,45 @@ def write_file(
     return size
 
 
+def span_list(
+    names: Sequence[str],
+    *,
+    origins: memoryview,
+    starts: memoryview,
+    stops: memoryview,
+    versions: memoryview,
+    text: bytes,
+    begins: memoryview,
+) -> object:
+    """Returns N spans as a row may have them, without an object for each.
+
+    Args:
+        names: Of the origins.
+        origins: [N], uint32, in `names`.
+        starts: [N], uint32.
+        stops: [N], uint32.
+        versions: [N], uint32: weight versions plus one, or 0 for none.
+        text: UTF-8 of all spans.
+        begins: [N + 1], uint32: where each begins in it, and the end.
+    """
+    count = len(origins)
+    known = pc.subtract(_numbers(pa.uint32(), versions).cast(pa.int64()), 1)
+    columns = [
+        pa.array(names, pa.string()).take(_numbers(pa.uint32(), origins)),
+        _numbers(pa.int32(), starts),
+        _numbers(pa.int32(), stops),
+        pc.if_else(pc.less(known, 0), pa.scalar(None, pa.int64()), known),
+        pa.StringArray.from_buffers(count, pa.py_buffer(begins), pa.py_buffer(text)),
+    ]
+    spans = pa.StructArray.from_arrays(columns, fields=list(_SPANS.value_type))
+    offsets = pa.array([0, count], pa.int32())
+    return pa.ListArray.from_arrays(offsets, spans, type=_SPANS)[0]
+
+
+def _numbers(kind: pa.DataType, memory: memoryview) -> Any:
+    return pa.Array.from_buffers(kind, len(memory), [None, pa.py_buffer(memory)])
+
+
 def _groups(rows: Iterable[Mapping[str, object]]) -> Iterator[list[Mapping[str, object]]]:
     """Yields the rows of each row group; one that passes the bound of tokens ends its group."""
     group: list[Mapping[str, object]] = []
@@ -113,6 +154,7 @@ def _checked(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 _NAMES: Final = frozenset(SCHEMA.names)
+_SPANS: Final = SCHEMA.field("samples").type.value_type.field("spans").type
 
 
 def remove_files_after(directory: Path, step: int | None) -> None:

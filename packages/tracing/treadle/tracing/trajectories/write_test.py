@@ -1,5 +1,8 @@
 """Files are whole, have the schema, and leave with the steps that a resume repeats."""
 
+from array import array
+from collections.abc import Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -9,6 +12,7 @@ from treadle.tracing.trajectories import (
     DIRECTORY,
     SCHEMA,
     remove_files_after,
+    span_list,
     total_bytes,
     write_file,
 )
@@ -34,6 +38,39 @@ def test_a_file_gives_back_its_rows_and_says_what_it_lacks(tmp_path: Path) -> No
     sample, written = table.column("samples")[1].as_py()[0], rows[1]["samples"][0]
     assert sample["ids"] == written["ids"]
     assert sample["spans"] == written["spans"]
+
+
+def test_spans_may_come_as_numbers_and_one_text(tmp_path: Path) -> None:
+    row = make_row(3, "train", 0, 1)
+    (sample,) = row["samples"]
+    names = ["prompt", "sampled", "observed"]
+    found = [{**span, "text": f"\u00e9 {span['start']}"} for span in sample["spans"]]
+    assert {span["weight_version"] for span in found} >= {None, 2}
+
+    def numbers(values: Iterable[int]) -> memoryview:
+        return memoryview(array("I", values))
+
+    encoded = [span["text"].encode() for span in found]
+    versions = [span["weight_version"] for span in found]
+    as_numbers = span_list(
+        names,
+        origins=numbers(names.index(span["origin"]) for span in found),
+        starts=numbers(span["start"] for span in found),
+        stops=numbers(span["stop"] for span in found),
+        versions=numbers(0 if version is None else version + 1 for version in versions),
+        text=b"".join(encoded),
+        begins=numbers(accumulate(map(len, encoded), initial=0)),
+    )
+    none = numbers(())
+    without = span_list(
+        names, origins=none, starts=none, stops=none, versions=none, text=b"", begins=numbers([0])
+    )
+    rows = [row | {"samples": [sample | {"spans": s}]} for s in (as_numbers, without, found)]
+    write_file(tmp_path, step=1, phase="train", rows=[*rows, {**row, "messages": b"[\xc3\xa9]"}])
+    table = pq.read_table(tmp_path / "step-000001-train.parquet")
+    read = [samples[0]["spans"] for samples in table.column("samples").to_pylist()]
+    assert read == [found, [], found, sample["spans"]]
+    assert table.column("messages").to_pylist()[-1] == "[\u00e9]"
 
 
 def test_a_row_group_is_bounded_by_rows_and_by_tokens(tmp_path: Path) -> None:

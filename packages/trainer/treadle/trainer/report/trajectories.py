@@ -200,7 +200,11 @@ def to_record(
     """Returns one trajectory as plain data, ready for JSON; see the module for its keys."""
     fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
     samples = [_tokens(sample, decode) for sample in trajectory.samples]
-    return fields | {"sample_rewards": to_sample_rewards(trajectory), "samples": samples}
+    return fields | {
+        "messages": messages_content(trajectory.messages),
+        "sample_rewards": to_sample_rewards(trajectory),
+        "samples": samples,
+    }
 
 
 def to_sample_rewards(trajectory: Trajectory) -> list[dict[str, object]]:
@@ -216,7 +220,7 @@ def to_fields(
     advantage: float | None,
     trace: Iterable[FinishedSpan],
 ) -> dict[str, Any]:
-    """Returns what `to_record` has beside the samples."""
+    """Returns what `to_record` has beside messages and samples."""
     task = trajectory.task
     return {
         "step": step,
@@ -237,7 +241,6 @@ def to_fields(
         else f"{type(trajectory.error).__name__}: {trajectory.error}",
         "traceback": None if trajectory.error is None else whole_traceback(trajectory.error),
         "num_turns": trajectory.num_turns,
-        "messages": messages_content(trajectory.messages),
         "findings": [{"kind": f.kind, "text": f.text} for f in trajectory.findings],
         "metrics": aggregate([trajectory.metrics]),
         "trace": [_span(span) for span in trace],

@@ -9,7 +9,6 @@ Making rows of a large step takes seconds; the caller chooses the thread.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.agent_loop import BoolArray, Tokens, Trajectory
+from treadle.agent_loop import BoolArray, IntArray, Origin, Tokens, Trajectory
 from treadle.tracing import FinishedSpan
-from treadle.tracing.trajectories import image_name
+from treadle.tracing.trajectories import span_list
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 from treadle.trainer.policy.types import TokenValues, TrainSequence
 from treadle.trainer.report.rollout import ground_truth
@@ -31,6 +30,8 @@ from treadle.trainer.report.trajectories import (
     to_sample_rewards,
     to_spans,
 )
+from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text, to_json
+from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
 
 if TYPE_CHECKING:
     from treadle.trainer.training_loop.groups import StepBatch
@@ -71,50 +72,77 @@ def make_rows(
         trace = traces.get((trajectory.task.task_id, trajectory.task.rollout_index), [])
         fields = to_fields(trajectory, step=step, phase=phase, advantage=advantage, trace=trace)
         of_samples = values.get(id(trajectory), [_Values()] * len(trajectory.samples))
+        text = _text(trajectory, decode)
         samples = [
-            {
-                "ids": np.asarray(sample.ids, dtype=np.int32),
-                "spans": to_spans(sample, decode),
-                "logprobs": _at(sample.loss_mask, _sampled(sample)),
-                "policy_logprobs": _at(sample.loss_mask, given.logprobs),
-                "entropy": _at(sample.loss_mask, given.entropy),
-                "advantages": _at(sample.loss_mask, given.advantages),
-            }
-            for sample, given in zip(trajectory.samples, of_samples, strict=True)
+            _sample(sample, given, _spans(sample, decode, *of_spans))
+            for sample, given, of_spans in zip(
+                trajectory.samples, of_samples, text.spans, strict=True
+            )
         ]
         rewards = to_sample_rewards(trajectory) or None
-        row = fields | _columns(trajectory, fields, trace)
+        row = fields | _columns(trajectory, fields, trace, text)
         row |= {"samples": samples, "sample_rewards": rewards}
         yield {name: _printable(value) for name, value in row.items()}
 
 
+def _text(trajectory: Trajectory, decode: Decode) -> StoredText:
+    """Returns what the worker of a trajectory has made, or makes it."""
+    source = trajectory.source
+    if isinstance(source, PackedMessages) and source.text is not None:
+        return source.text
+    return stored_text(trajectory, decode, response_characters=SNIPPET_CHARACTERS)
+
+
+def _sample(sample: Tokens, given: _Values, spans: object) -> dict[str, Any]:
+    mask = sample.loss_mask
+    return {
+        "ids": np.asarray(sample.ids, dtype=np.int32),
+        "spans": spans,
+        "logprobs": _at(mask, _sampled(sample, mask)),
+        "policy_logprobs": _at(mask, given.logprobs),
+        "entropy": _at(mask, given.entropy),
+        "advantages": _at(mask, given.advantages),
+    }
+
+
+def _spans(sample: Tokens, decode: Decode, text: bytes, begins: IntArray) -> object:
+    """Returns the spans of a sample with their text."""
+    table = sample.span_table
+    if table is None:
+        return to_spans(sample, decode)
+    origins, starts, stops, versions = table.columns
+    return span_list(
+        [origin.value for origin in Origin],
+        origins=origins.data,
+        starts=starts.data,
+        stops=stops.data,
+        versions=versions.data,
+        text=text,
+        begins=begins.data,
+    )
+
+
 def _columns(
-    trajectory: Trajectory, fields: Mapping[str, Any], trace: Sequence[FinishedSpan]
+    trajectory: Trajectory,
+    fields: Mapping[str, Any],
+    trace: Sequence[FinishedSpan],
+    text: StoredText,
 ) -> dict[str, Any]:
     """Returns the columns that are not fields of a record, or otherwise."""
     truth, source = ground_truth(trajectory), fields["data_source"]
     asked = [m.content for m in trajectory.task.messages if m.role == "user"]
-    said = trajectory.messages[len(trajectory.task.messages) :]
-    called = [call.name for message in said for call in message.tool_calls]
     return {
         "data_source": None if source is None else str(source),
-        "ground_truth": truth if truth is None or isinstance(truth, str) else _json(truth),
+        "ground_truth": truth if truth is None or isinstance(truth, str) else to_json(truth),
         "num_tokens": sum(len(sample.ids) for sample in trajectory.samples),
         "num_sampled_tokens": trajectory.num_sampled_tokens,
         "duration_s": _duration_s(trace),
         "prompt": asked[-1][:SNIPPET_CHARACTERS] if asked else "",
-        "response": trajectory.final_text[:SNIPPET_CHARACTERS],
-        "tools": list(dict.fromkeys(called)),
+        "response": text.response,
+        "tools": list(trajectory.exchange.tools_called),
         "drift": sum(finding.kind == "drift" for finding in trajectory.findings),
-        "messages": _json(
-            [
-                written | {"images": [image_name(i.data, i.mime) for i in message.images]}
-                if message.images
-                else written
-                for message, written in zip(trajectory.messages, fields["messages"], strict=True)
-            ]
-        ),
-        "trace": [{**span, "attributes": _json(span["attributes"])} for span in fields["trace"]],
+        "messages": text.messages,
+        "trace": [{**span, "attributes": to_json(span["attributes"])} for span in fields["trace"]],
     }
 
 
@@ -169,10 +197,10 @@ def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -
     )
 
 
-def _sampled(sample: Tokens) -> Floats:
+def _sampled(sample: Tokens, mask: BoolArray) -> Floats:
     """Returns the log-probabilities of the sampled tokens."""
-    mask = np.asarray(sample.loss_mask, dtype=bool)
-    sampled: Floats = np.asarray(sample.logprobs, dtype=np.float32)[mask]
+    at = np.asarray(mask, dtype=bool)
+    sampled: Floats = np.asarray(sample.logprobs, dtype=np.float32)[at]
     return sampled
 
 
@@ -186,11 +214,6 @@ def _at(mask: BoolArray, values: Floats | None) -> Floats | None:
 
 
 # --- text ----------------------------------------------------------------------------------------
-
-
-def _json(value: object) -> str:
-    # Rows may hold what JSON does not, as for the trajectory log.
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _printable(value: Any) -> Any:

@@ -150,7 +150,7 @@ class TrajectoryStore:
 
     def _write(self, held: _Held, rows: Iterable[Mapping[str, object]]) -> int:
         """Writes the images, then the file that names them; returns the number of bytes."""
-        images = (i for t in held.trajectories for m in t.messages for i in m.images)
+        images = (image for trajectory in held.trajectories for image in trajectory.images)
         # The samples of a row show the same images: each is hashed once per object.
         named = {id(image): image for image in images}.values()
         size = sum(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -31,10 +32,13 @@ from treadle.tracing.trajectories import (
     find_image,
     image_name,
 )
+from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report.testing import make_task, make_trajectory
+from treadle.trainer.rollout.workers.stored_text import stored_text
+from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.groups import StepBatch, groups_of, make_batch
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 
@@ -113,6 +117,47 @@ async def test_a_row_has_what_the_step_did_with_each_token(tmp_path: Path) -> No
     assert np.nanmax(with_tokens["entropy"]) == 9
     assert (none["samples"], none["advantage"]) == ([], None)
     assert none["error"] == "RolloutError: the sandbox is down"
+
+
+@pytest.mark.asyncio
+async def test_what_a_worker_says_of_its_trajectories_is_written_as_it_came(tmp_path: Path) -> None:
+    image = Image(data=b"\x89PNG and so on", mime="image/png")
+    seen = Message(role="user", content="Half a pair \ud800: \u00e9?", images=(image,))
+    other = Image(data=b"another", mime="image/jpeg")
+    first, second, failed = _group("train/0", [1.0, 0.0, None])
+    second = replace(second, messages=(*second.task.messages, seen))
+    shows = Message(role="tool", content="", name="zoom", images=(other,))
+    first = replace(first, messages=(*first.messages[:2], seen, shows, *first.messages[2:]))
+    empty = replace(first.samples[0], ids=(), logprobs=(), spans=())
+    second = replace(second, samples=(empty, second.samples[0]))
+    odd_span = replace(first.samples[0].spans[1], weight_version=-7)
+    odd = replace(
+        first.samples[0], spans=(first.samples[0].spans[0], odd_span, *first.samples[0].spans[2:])
+    )
+    first = replace(first, samples=(odd, first.samples[0]))
+    here = [first, second, failed]
+
+    def sent(trajectory: Trajectory) -> Trajectory:
+        text = stored_text(trajectory, _decode, response_characters=SNIPPET_CHARACTERS)
+        packed = pickle.dumps(pack_trajectory(trajectory, trajectory.task, text), protocol=5)
+        return unpack_trajectory(pickle.loads(packed), trajectory.task, {})
+
+    arrived = [sent(trajectory) for trajectory in here]
+    written = []
+    for name, trajectories in (("here", here), ("arrived", arrived)):
+        async with _store(tmp_path / name) as store:
+            store.hold(3, trajectories, phase="train", limit=1, batch=_batch(trajectories))
+            await store.write()
+        files = TrajectoryFiles(tmp_path / name)
+        rows = [files.one(3, "train", "train/0", index) or {} for index in range(3)]
+        written.append(repr([{**row, "traceback": ""} for row in rows]))
+        images = (tmp_path / name / DIRECTORY / "images").iterdir()
+        assert {path.name for path in images} == {
+            image_name(each.data, each.mime) for each in (image, other)
+        }
+    assert written[0] == written[1]
+    sources = [trajectory.source for trajectory in arrived]
+    assert [source is not None and source.is_made for source in sources] == [False] * 3
 
 
 @pytest.mark.asyncio

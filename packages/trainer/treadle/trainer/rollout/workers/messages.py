@@ -61,6 +61,8 @@ class Setup:
         requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
+        response_characters: Maximum length of a `response` in the trajectory files, whose text the
+            worker makes; None: the run keeps few trajectories, and the driver makes it of these.
         directory: Working directory of the driver, from which relative paths are meant.
     """
 
@@ -70,6 +72,7 @@ class Setup:
     requirements: Requirements
     loops: frozenset[str]
     images: bool
+    response_characters: int | None
     directory: Path
 
 

@@ -190,6 +190,10 @@ class LoopWorkers:
         Raises:
             ProcessError: One did not start, cannot be set up, or was lost again and again.
         """
+        # Loads Arrow, which is not needed to read what a run is to be.
+        from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
+
+        kept = self._config.run.trajectories_max_bytes > 0
         self._setup = Setup(
             config=self._config,
             router=router,
@@ -197,6 +201,7 @@ class LoopWorkers:
             requirements=self._requirements,
             loops=self._loops,
             images=self._images,
+            response_characters=SNIPPET_CHARACTERS if kept else None,
             directory=Path.cwd(),
         )
         names = [f"worker-{number}" for number in range(self._config.agent.num_workers)]

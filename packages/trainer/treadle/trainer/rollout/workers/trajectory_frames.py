@@ -48,6 +48,7 @@ from treadle.agent_loop import (
     ToolCall,
     Trajectory,
 )
+from treadle.trainer.rollout.workers.stored_text import StoredText
 
 __all__ = [
     "PackedMessages",
@@ -148,37 +149,52 @@ class PackedMessages(MessageSource):
     Args:
         given: Those that the task began with, which come first.
         packed: The others.
-        images: All that the trajectory shows, for the numbers in `packed`.
+        known: Images, for the numbers in `packed`.
         exchange: See `MessageSource`.
+        shown: Numbers of the images that the messages show.
+        text: For the trajectory files, if the worker has made it. Pickles leave it out.
     """
 
-    __slots__ = ("_given", "_images", "_packed")
+    __slots__ = ("_given", "_known", "_packed", "_shown", "text")
 
     def __init__(
         self,
         given: tuple[Message, ...],
         packed: bytes,
-        images: tuple[Image, ...],
+        known: tuple[Image, ...],
         exchange: Exchange,
+        shown: tuple[int, ...],
+        text: StoredText | None = None,
     ) -> None:
-        super().__init__(exchange)
+        super().__init__(exchange, tuple(known[number] for number in shown))
         self._given = given
         self._packed = packed
-        self._images = images
+        self._known = known
+        self._shown = shown
+        self.text = text
 
     def make(self) -> tuple[Message, ...]:
         """Returns the messages."""
         apart = _PlainUnpickler(io.BytesIO(self._packed)).load()
-        return (*self._given, *_messages(apart, self._images))
+        return (*self._given, *_messages(apart, self._known))
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
-        return type(self), (self._given, self._packed, self._images, self.exchange)
+        given = (self._given, self._packed, self._known, self.exchange, self._shown)
+        return type(self), given
 
 
-def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
-    """Returns the trajectory of a task that was given, for `unpack_trajectory`."""
+def pack_trajectory(
+    trajectory: Trajectory, task: AgentTask, text: StoredText | None = None
+) -> PackedTrajectory:
+    """Returns the trajectory of a task that was given, for `unpack_trajectory`.
+
+    Args:
+        trajectory: To send.
+        task: As it was given.
+        text: What the trajectory files say of it; None: the driver makes that, if it needs it.
+    """
     try:
-        return _packed(trajectory, task)
+        return _packed(trajectory, task, text)
     except Exception as problem:  # the user's objects may raise anything
         cause = LoopError(
             f"task {task.task_id!r}: its trajectory cannot leave the loop worker, because it "
@@ -190,7 +206,9 @@ def pack_trajectory(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory
         return _packed(Trajectory.failed(task, cause), task)
 
 
-def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
+def _packed(
+    trajectory: Trajectory, task: AgentTask, stored: StoredText | None = None
+) -> PackedTrajectory:
     if not _TRAJECTORY.fits([trajectory]):
         raise TypeError(f"it is a {type(trajectory).__name__}, and must be a Trajectory")
     error, text = trajectory.error, ""
@@ -209,6 +227,7 @@ def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
     samples = [_tokens_apart(tokens, number) for tokens in trajectory.samples]
     packed = None if isinstance(messages, tuple) else _plain(messages)
     exchange = trajectory.exchange
+    shown = () if packed is None else tuple(dict.fromkeys(map(number, trajectory.images)))
     flat = (
         _TRAJECTORY.apart([trajectory]),
         None if same else trajectory.task,
@@ -216,6 +235,8 @@ def _packed(trajectory: Trajectory, task: AgentTask) -> PackedTrajectory:
         (exchange.tools_called, exchange.tools_answered, exchange.user_answered),
         samples,
         messages if packed is None else PickleBuffer(packed),
+        shown,
+        None if stored is None or packed is None else _text_apart(stored),
         error,
         text,
         [(image.mime, PickleBuffer(image.data)) for image in list(numbers)[first:]],
@@ -245,7 +266,7 @@ def unpack_trajectory(
         )
         problem.__traceback__ = None  # as in `pack_trajectory`
         return Trajectory.failed(task, cause)
-    columns, other, kept, took_part, samples, messages, error, text, others = flat
+    columns, other, kept, took_part, samples, messages, shown, stored, error, text, others = flat
     if error is not None:
         error.__cause__ = WorkerTraceback(text)
     images = _images_of(task)
@@ -262,8 +283,29 @@ def unpack_trajectory(
         return Trajectory(**values, messages=every)
     called, answered, by_user = took_part
     exchange = Exchange(tools_called=called, tools_answered=answered, user_answered=by_user)
-    source = PackedMessages(given, bytes(messages), tuple(images), exchange)
+    source = PackedMessages(
+        given,
+        bytes(messages),
+        tuple(images),
+        exchange,
+        shown,
+        None if stored is None else _text(stored),
+    )
     return Trajectory.of_source(source, **values)
+
+
+def _text_apart(text: StoredText) -> list[Any]:
+    spans = [(PickleBuffer(joined), begins) for joined, begins in text.spans]
+    return [PickleBuffer(text.messages), text.response, spans]
+
+
+def _text(apart: list[Any]) -> StoredText:
+    messages, response, spans = apart
+    return StoredText(
+        messages=bytes(messages),
+        response=response,
+        spans=tuple((bytes(joined), begins) for joined, begins in spans),
+    )
 
 
 def _plain(apart: object) -> bytes | None:

@@ -62,6 +62,7 @@ from treadle.trainer.rollout.workers.messages import (
     Weights,
     pack_spans,
 )
+from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text
 from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory
 
 __all__ = ["main"]
@@ -256,6 +257,7 @@ class _Worker:
 
     async def _make(self, setup: Setup, stack: contextlib.AsyncExitStack) -> None:
         config = setup.config
+        self._response_characters = setup.response_characters
         os.chdir(setup.directory)
         self._config = config
         self._rules = prompt_rules(config, images=setup.images)
@@ -274,7 +276,7 @@ class _Worker:
 
         async def end(trajectory: Trajectory) -> None:
             given = tasks.running(trajectory)
-            packed = pack_trajectory(trajectory, given.task)
+            packed = pack_trajectory(trajectory, given.task, self._text(trajectory))
             tasks.end(given)
             taken = pack_spans(spans.take())
             link.send(Ended(begin.run, given.number, packed, taken, tasks.ask()))
@@ -293,6 +295,16 @@ class _Worker:
             link.send(
                 RunFailed(begin.run, f"{type(error).__name__}: {error}", traceback.format_exc())
             )
+
+    def _text(self, trajectory: Trajectory) -> StoredText | None:
+        """Returns what the trajectory files say of a trajectory, if they get it."""
+        if self._response_characters is None:
+            return None
+        return stored_text(
+            trajectory,
+            self._renderer.decode,
+            response_characters=self._response_characters,
+        )
 
     def _runner(self, begin: Begin, tasks: _Tasks, generator: TokenGenerator) -> RolloutRunner:
         return make_runner(
