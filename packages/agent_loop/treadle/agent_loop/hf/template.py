@@ -29,6 +29,8 @@ from treadle.agent_loop.types import Message, ToolCall, ToolSpec
 
 # As many sets of tools are remembered: those of a run, whose rows may select some of them.
 _MAX_SETS: Final = 8
+# Those of agents may be as long as a request, and are new with each.
+_MAX_CHARACTERS: Final = 1 << 18
 _NINE = re.compile(r"[a-zA-Z0-9]{9}")
 _MARKER = "treadle-boundary"
 _ANSWER = "treadle-answer"
@@ -306,14 +308,15 @@ class ChatTemplate:
         return AfterTurn(closing=cut[0], text=cut[1], ends=frozenset((end.token, end.stop)))
 
     def _shown_tools(self, tools: Sequence[ToolSpec]) -> "_ShownTools":
-        """Returns what depends on the tools only; of the latest sets it is kept."""
+        """Returns what depends on the tools only; of the latest short sets it is kept."""
         for place, shown in enumerate(self._shown):
             if shown.is_of(tools):
                 if place:
                     self._shown = [shown, *(each for each in self._shown if each is not shown)]
                 return shown
         shown = _ShownTools(tuple(tools))
-        self._shown = [shown, *self._shown[: _MAX_SETS - 1]]
+        # The latest one in any case, for the other texts of its request.
+        self._shown = [shown, *(each for each in self._shown[: _MAX_SETS - 1] if each.is_short)]
         return shown
 
     def _before_turn(self, history: Sequence[Message]) -> tuple[Message, ...]:
@@ -479,6 +482,11 @@ class _ShownTools:
         `True` equals 1, and dictionaries are equal in any order.
         """
         return len(tools) == len(self.specs) and all(map(operator.is_, tools, self.specs))
+
+    @cached_property
+    def is_short(self) -> bool:
+        """Whether it is short enough to be kept; what is no plain data is a run's own, and is."""
+        return not self.plain or len(json.dumps(self.schemas)) <= _MAX_CHARACTERS
 
     @cached_property
     def marked(self) -> bool:

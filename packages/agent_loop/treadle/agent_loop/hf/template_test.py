@@ -4,6 +4,7 @@ The templates are written for this test, each in the manner of a family of publi
 """
 
 import itertools
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -334,6 +335,26 @@ def test_arguments_of_the_template_are_used_or_refused() -> None:
     assert renderer.decode(renderer.render([ASK], tools=()).ids).endswith("<|model|>calm")
     with pytest.raises(SetupError, match="does not use 'moods', a template_kwarg"):
         HfRenderer(tokenizer, template_kwargs={"moods": "calm"})
+
+
+class _Schema(dict[str, object]):
+    """A schema that tells when nothing holds it any more."""
+
+
+def test_of_tools_as_long_as_a_request_only_the_latest_are_kept() -> None:
+    def render(*, length: int) -> "weakref.ref[_Schema]":
+        schema = _Schema(type="object", description="x" * length)
+        renderer.render([ASK], tools=[ToolSpec(name="calc", description="", parameters=schema)])
+        return weakref.ref(schema)
+
+    renderer = renderer_of(PLAIN)
+    short, long, longest = render(length=10), render(length=1 << 18), render(length=1 << 19)
+    assert long() is None
+    assert longest() is not None
+    last = render(length=10)
+    assert longest() is None
+    assert short() is not None
+    assert last() is not None
 
 
 def test_a_system_message_that_holds_our_marker_is_refused() -> None:
