@@ -217,9 +217,15 @@ class TorchEngine:
             if waiting is not None and not waiting.done():
                 await asyncio.wait({waiting})
                 waiting.exception()  # Retrieved, or asyncio would log it; the abort caused it.
-            raise
-        finally:
             await asyncio.to_thread(buckets.close)
+            raise
+        except Exception:
+            # The group's end tells the senders, who have the update aborted: this is the cause.
+            closing = asyncio.ensure_future(asyncio.to_thread(buckets.close))
+            while not closing.done():
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait({closing})
+            raise
 
     async def wait_failed(self) -> Exception:
         """Waits for the compute thread to fail; see `Engine.wait_failed`."""

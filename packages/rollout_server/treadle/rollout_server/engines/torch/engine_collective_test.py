@@ -1,15 +1,18 @@
 """The torch engine as the only worker of a group whose sender is the test."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 
 from treadle.conformance.client.collective_sender import CollectiveSender
 from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
+from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import Membership
 from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
@@ -78,6 +81,39 @@ async def test_cancelling_ends_the_receiving(
         assert receiving.cancelled()
         assert engine.weight_version == 0
     assert sender.keys.get("failed").decode() == "rank 1: its server gave the update up"
+
+
+@pytest.mark.asyncio
+async def test_an_abort_does_not_hide_why_the_engine_could_not_write(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = model_dir("qwen2", seed=0)
+    tensors = named_tensors(path)
+    sender = CollectiveSender(tensors)
+    ends, loop, goes_on = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
+    give_up = CollectiveMember._give_up
+
+    def held(self: CollectiveMember, cause: str, *, at_fault: bool) -> None:
+        loop.call_soon_threadsafe(ends.set)
+        goes_on.wait()
+        give_up(self, cause, at_fault=at_fault)
+
+    def overwrite(name: str, value: torch.Tensor) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(CollectiveMember, "_give_up", held)
+    async with serving(path) as engine:
+        monkeypatch.setattr(engine._model, "overwrite", overwrite)
+        specs = [tensor.spec for tensor in tensors]
+        await engine.pause(InFlightPolicy.DRAIN)
+        receiving = asyncio.create_task(engine.receive_weights(sender.group, specs, version=3))
+        with sending(sender, tensors, num_buckets=1):
+            await ends.wait()
+            receiving.cancel()
+            await asyncio.sleep(0)
+            goes_on.set()
+            with pytest.raises(MemoryError, match="no room"):
+                await receiving
 
 
 @pytest.mark.asyncio
