@@ -37,7 +37,7 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
 from treadle.rollout_server.engines.common.staging import Staging, staging
 from treadle.rollout_server.engines.sglang import sequence, weights
-from treadle.rollout_server.errors import EngineFailed, ShuttingDown
+from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
 from treadle.rollout_server.scheduling.admission import Admission
 from treadle.rollout_server.scheduling.request_queue import RequestQueue
 from treadle.rollout_server.tensors import TensorCheck, check_tensors
@@ -235,7 +235,9 @@ class SglangEngine:
             # The workers process no messages while they receive.
             await asyncio.to_thread(fail_group, group, "its server gave the update up")
             await asyncio.wait({receiving})
-            self._forget(receiving)
+            # A worker that could not write ended the group before it said so: this is the cause.
+            if not isinstance(error := receiving.exception(), CollectiveBroken | None):
+                raise error from None
             raise
         await self._end_load(version)
 

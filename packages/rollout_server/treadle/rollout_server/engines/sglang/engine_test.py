@@ -1,10 +1,12 @@
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import aclosing, suppress
 
 import pytest
 
 from treadle.rollout_server.engine import (
+    CollectiveGroup,
     ElementType,
     EngineCapabilities,
     EngineEvent,
@@ -21,9 +23,10 @@ from treadle.rollout_server.engine import (
     TensorSpec,
     Tokens,
 )
+from treadle.rollout_server.engines.sglang import engine as engine_module
 from treadle.rollout_server.engines.sglang.engine import SglangEngine
 from treadle.rollout_server.engines.sglang.testing import Schedulers
-from treadle.rollout_server.errors import EngineFailed, TensorMismatch
+from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, TensorMismatch
 
 SPEC = TensorSpec(name="w", element_type=ElementType.FLOAT32, shape=(1,))
 
@@ -320,3 +323,40 @@ async def test_a_cancelled_pause_does_not_cancel_its_message() -> None:
     await settle()
     await engine.resume()
     assert schedulers.log == ["answered", "continue_generation"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("said", "raised"),
+    [
+        (RuntimeError("no room"), RuntimeError),
+        (CollectiveBroken("the update was given up"), asyncio.CancelledError),
+    ],
+)
+async def test_an_abort_does_not_hide_why_a_worker_could_not_write(
+    monkeypatch: pytest.MonkeyPatch, said: Exception, raised: type[BaseException]
+) -> None:
+    schedulers, ended = Schedulers(), threading.Event()
+    engine = engine_over(schedulers)
+
+    async def command(name: str, message: str = "") -> None:
+        if name == "receive":
+            await asyncio.to_thread(ended.wait)
+            raise said
+
+    schedulers.command = command  # type: ignore[method-assign]
+    monkeypatch.setattr(engine_module, "fail_group", lambda group, cause: ended.set())
+    group = CollectiveGroup(
+        backend="gloo",
+        rendezvous="127.0.0.1:1",
+        group_name="g",
+        world_size=2,
+        first_rank=1,
+        bucket_bytes=64,
+        senders=(0,),
+    )
+    receiving = asyncio.create_task(engine.receive_weights(group, [SPEC], version=3))
+    await settle()
+    receiving.cancel()
+    with pytest.raises(raised):
+        await receiving

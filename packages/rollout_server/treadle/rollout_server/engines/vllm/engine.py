@@ -238,6 +238,9 @@ class VllmEngine:
             # The workers process no messages while they receive.
             await asyncio.to_thread(fail_group, group, "the update was given up")
             await asyncio.wait({call})
+            # A worker that could not write ended the group before it said so: this is the cause.
+            if (error := call.exception()) is not None:
+                raise error from None
             raise
         if any(causes):
             raise CollectiveBroken(max(causes))
