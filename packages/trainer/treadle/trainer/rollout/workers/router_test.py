@@ -67,6 +67,7 @@ async def test_a_router_that_dies_is_started_again_where_it_was_with_the_servers
             router.set_replicas(["127.0.0.1:2"], draining=["127.0.0.1:3"])
             await router.tell()
             assert sorted(await client.replicas()) == ["127.0.0.1:2", "127.0.0.1:3"]
+            monkeypatch.setattr(RunRouter, "_SHARES_S", 60.0)
             occupied_s = await router.occupied_s()
             assert occupied_s.keys() == {"127.0.0.1:2", "127.0.0.1:3"}
             os.kill(first.pid, signal.SIGSTOP)
