@@ -47,6 +47,12 @@ PARAMS = SamplingParams(max_tokens=12, temperature=1.0, seed=11, ignore_eos=True
 QUICK = RetryPolicy(max_failures=2, initial_s=0.01, max_s=0.05)
 
 
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a worker that ends report its sessions, however slow the machine is."""
+    monkeypatch.setattr("treadle.agent_loop.rpc.router.client._CLOSE_S", 60.0)
+
+
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Rollout servers in this process.
