@@ -35,6 +35,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.loops.loop import RewardFn
 from treadle.agent_loop.testing import ByteRenderer, EchoGenerator, ScriptedGenerator
+from treadle.agent_loop.testing.fake_clock import let_pass
 from treadle.tracing import MemorySink, plain, use_sink
 
 pytestmark = pytest.mark.asyncio
@@ -420,26 +421,22 @@ async def test_an_async_reward_is_awaited() -> None:
     assert sink.trajectories[0].reward == 0.25
 
 
-async def late_while_generating(
-    generator: ScriptedGenerator | EchoGenerator, asked: Callable[[], bool]
-) -> TrajectoryTimeoutError:
-    """The error of an attempt whose deadline comes when the generator was asked."""
-    kit, deadline_s = replace(SERVICES, generator=generator), 0.02
-    while True:
-        sink = Collected()
-        await runner(deadline_s=deadline_s, services=kit).run([task(0)], sink)
-        error = sink.trajectories[0].error
-        assert isinstance(error, TrajectoryTimeoutError)
-        assert f"did not end within {deadline_s:g} s" in str(error)
-        if asked():
-            return error
-        deadline_s *= 4  # A slow machine did not come as far.
+async def late(kit: Services, asked: Awaitable[object]) -> TrajectoryTimeoutError:
+    """The error of an attempt whose minute passes when the generator was asked."""
+    sink = Collected()
+    running = asyncio.create_task(runner(deadline_s=60.0, services=kit).run([task(0)], sink))
+    await asked
+    let_pass(60.0)
+    await running
+    error = sink.trajectories[0].error
+    assert isinstance(error, TrajectoryTimeoutError)
+    return error
 
 
 async def test_the_deadline_cancels_an_attempt_and_says_what_it_was_doing() -> None:
     generator = ScriptedGenerator()
     generator.hold()
-    error = await late_while_generating(generator, lambda: bool(generator.requests))
+    error = await late(replace(SERVICES, generator=generator), generator.until_running(1))
     assert not error.retryable
     assert generator.num_aborted == 1
     assert generator.num_running == 0
@@ -454,8 +451,9 @@ async def test_the_deadline_names_the_last_activity_of_a_stuck_session() -> None
             await asyncio.Event().wait()
             return None
 
-    said = str(await late_while_generating(StuckGenerator(), asked.is_set))
-    assert " s: session t0/0/" in said
+    kit = replace(SERVICES, generator=StuckGenerator())  # type: ignore[arg-type]
+    said = str(await late(kit, asked.wait()))
+    assert "did not end within 60 s: session t0/0/" in said
     assert "was generating as" in said
 
 
