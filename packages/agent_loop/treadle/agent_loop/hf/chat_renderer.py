@@ -21,9 +21,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from treadle.agent_loop.errors import PromptTooLongError, RenderError, SetupError, boundary
+from treadle.agent_loop.hf.auto_tokenizer import load_tokenizer
 from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
@@ -129,7 +130,7 @@ class HfRenderer:
         if not file.is_file():
             raise SetupError(f"{directory} holds no tokenizer.json")
         try:
-            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            tokenizer = load_tokenizer(folder)
         except Exception as error:  # the libraries raise errors of any type for a bad file
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
