@@ -36,6 +36,7 @@ assert "torch" not in sys.modules
 from transformers import modeling_rope_utils
 import torch
 assert modeling_rope_utils.torch.float32 is torch.float32
+assert modeling_rope_utils.torch is torch
 """
 _CODE = """
 import asyncio

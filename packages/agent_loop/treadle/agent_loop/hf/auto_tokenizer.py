@@ -10,8 +10,8 @@ Invariants:
 1. The tokenizer is the one that `AutoTokenizer.from_pretrained` returns, also where that refuses
    a config.json for something that no tokenizer needs. What it reads of a configuration is promised
    nowhere: only `_COMPARED` versions get an abridged one.
-2. In one module `torch` stands for torch, and imports it when it is first used. Everything else
-   sees what it would see without this module: nothing is hidden, `sys.modules` has no stand-in.
+2. One module has a stand-in for torch, until it uses torch, which is imported then. Everything
+   else sees what it would see without this module: `sys.modules` has no stand-in.
 
 Any thread may call.
 """
@@ -123,20 +123,29 @@ class _Loader(SourceFileLoader):
 
 
 class _Torch(ModuleType):
-    """Stands for torch, and imports it when it is used."""
+    """Stands for torch in one module; gives place to it when it is used.
+
+    Args:
+        user: The names of that module.
+    """
+
+    def __init__(self, user: dict[str, Any]) -> None:
+        super().__init__("torch")
+        self._user = user
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(importlib.import_module("torch"), name)
+        self._user["torch"] = torch = importlib.import_module("torch")
+        return getattr(torch, name)
 
 
 def _import(
     name: str,
-    of_module: Mapping[str, object] | None = None,
+    of_module: dict[str, Any] | None = None,
     of_function: Mapping[str, object] | None = None,
     names: Sequence[str] = (),
     level: int = 0,
 ) -> ModuleType:
     """As `builtins.__import__`, except for `import torch`."""
-    if name == "torch" and not names:
-        return _Torch(name)
+    if name == "torch" and of_module is not None and not names:
+        return _Torch(of_module)
     return builtins.__import__(name, of_module, of_function, names, level)
