@@ -16,9 +16,9 @@ PAGES = sorted(
     for page in ROOT.glob(pattern)
     if page.name != "CHANGELOG.md"
 )
-# How the trainer is started: installed, as a module, from a checkout.
+# How the trainer is started: installed, with modules of yours, as a module, from a checkout.
 TRAINER = re.compile(
-    r"(treadle|python -m treadle\.trainer\.main"
+    r"((PYTHONPATH=\S+ )?treadle|python -m treadle\.trainer\.main"
     r"|\./pants run (packages/trainer|examples):main( --)?)(?P<arguments>( .*)?)"
 )
 SCRIPT = re.compile(r"python (?P<script>examples/\S+\.py)(?P<arguments>.*)")
