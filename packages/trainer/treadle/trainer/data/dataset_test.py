@@ -151,7 +151,8 @@ def test_data_of_an_example_comes_with_the_command_that_makes_it(tmp_path: Path)
     script.touch()
     with pytest.raises(DataError) as error:
         read_rows([missing])
-    assert str(error.value).endswith(f": run `python {script} --output {missing.parent}` first")
+    python = f"PYTHONPATH={tmp_path} python"
+    assert str(error.value).endswith(f": run `{python} {script} --output {missing.parent}` first")
 
 
 def test_bytes_that_are_no_text_are_named_with_their_line(tmp_path: Path) -> None:

@@ -146,7 +146,9 @@ def _how_to_make(path: Path) -> str:
     for directory in path.parents[:2]:
         script = directory / "preprocess.py"
         if script.is_file():
-            return f": run `python {script} --output {path.parent}` first"
+            # The modules of an example import each other by the name of its folder.
+            python = f"PYTHONPATH={directory.parent} python"
+            return f": run `{python} {script} --output {path.parent}` first"
     return ""
 
 
