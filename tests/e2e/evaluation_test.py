@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -26,17 +25,6 @@ import sys
 sys.modules |= {"torch": None, "megatron": None}
 from treadle.trainer.main import main
 sys.exit(main(sys.argv[1:]))
-"""
-_LOADS_TOKENIZERS = """
-import sys
-from treadle.agent_loop.hf import HfRenderer
-for folder in sys.argv[1:]:
-    HfRenderer.from_directory(folder)
-assert "torch" not in sys.modules
-from transformers import modeling_rope_utils
-import torch
-assert modeling_rope_utils.torch.float32 is torch.float32
-assert modeling_rope_utils.torch is torch
 """
 _CODE = """
 import asyncio
@@ -127,21 +115,6 @@ def test_a_model_is_evaluated_by_a_process_without_torch(tmp_path: Path, code: P
     page = (out / "report.html").read_text()
     assert page.count('data-phase="val"') == 4  # groups
     assert main(["report", str(out)]) == 0
-
-
-def test_a_tokenizer_needs_no_torch_which_is_there_for_a_model_afterwards(tmp_path: Path) -> None:
-    qwen, llama = MODELS["demo:calculator"], tmp_path / "llama"
-    llama.mkdir()
-    for file in qwen.glob("*token*"):
-        shutil.copy(file, llama)
-    shutil.copy(qwen / "chat_template.jinja", llama)
-    config = {"model_type": "llama", "torch_dtype": "bfloat16"}
-    (llama / "config.json").write_text(json.dumps(config))
-    subprocess.run(
-        [sys.executable, "-c", _LOADS_TOKENIZERS, str(qwen), str(llama)],
-        env={**os.environ, "PYTHONPATH": child_python_path()},
-        check=True,
-    )
 
 
 def test_a_server_at_an_address_is_named_and_used_as_it_is(

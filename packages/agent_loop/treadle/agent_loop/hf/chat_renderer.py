@@ -21,10 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from treadle.agent_loop.errors import PromptTooLongError, RenderError, SetupError, boundary
-from treadle.agent_loop.hf.auto_tokenizer import load_tokenizer
 from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
@@ -130,7 +129,7 @@ class HfRenderer:
         if not file.is_file():
             raise SetupError(f"{directory} holds no tokenizer.json")
         try:
-            tokenizer = load_tokenizer(folder)
+            tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
         except Exception as error:  # the libraries raise errors of any type for a bad file
             raise SetupError(
                 f"the tokenizer in {directory} does not load: {type(error).__name__}: {error}"
