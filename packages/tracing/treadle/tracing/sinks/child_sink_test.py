@@ -52,7 +52,7 @@ def make_sink(tmp_path: Path, address: str, **options: Any) -> ChildSink:
         {"endpoint": address, "service": "trainer"},
         environment=child_environment(),
         log_path=tmp_path / "logs" / "traces.log",
-        **options,
+        **{"close_timeout_s": 150.0, **options},
     )
 
 

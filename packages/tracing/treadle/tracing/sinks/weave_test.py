@@ -77,6 +77,7 @@ def make_sink(tmp_path: Path, address: str) -> ChildSink:
         {"project": "gsm8k", "run_id": "run1"},
         environment=environment,
         log_path=tmp_path / "weave.log",
+        close_timeout_s=150.0,  # Its import may take long.
     )
 
 
