@@ -48,7 +48,7 @@ def figures(value: Any, place: str = "") -> Iterator[tuple[str, float]]:
 
 
 def run_once(tree: Path, script: str, option: str, options: list[str]) -> dict[str, float]:
-    """Runs a tree's script in an interpreter of its own and returns its figures.
+    """Runs a tree's script in a separate interpreter and returns its figures.
 
     Raises:
         SystemExit: The script failed; its output is printed.

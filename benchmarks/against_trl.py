@@ -8,7 +8,7 @@ the next, so that rewards, weight sync and logging are part of it. Ratios are ta
 round. Wall time is what a user waits; processor time, of all processes of a side, changes least
 with what else the machine does.
 
-TRL gets an environment of its own, below `--environment`, which is made where it is missing::
+TRL gets a separate environment, below `--environment`, which is made where it is missing::
 
     python benchmarks/against_trl.py [--steps 12] [--runs 3] [--peer padded continuous]
         [--threads 1] [--json results.json]

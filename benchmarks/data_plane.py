@@ -91,7 +91,7 @@ class Round:
 
 
 def main() -> None:
-    """Prints the figures of some rounds; each starts its processes anew."""
+    """Prints the figures of some rounds; each starts its processes again."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=16_000_000)

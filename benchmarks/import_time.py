@@ -2,7 +2,7 @@
 
     ./pants run benchmarks/import_time.py [-- --repeat 15]
 
-Each import runs in an interpreter of its own, and the subjects take turns, so that a machine that
+Each import runs in a separate interpreter, and the subjects take turns, so that a machine that
 is busy for a while slows all of them.  The first round warms the file cache and is not counted. The
 time is that of the import statement as the child measures it, without the interpreter's start.
 """

@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--settings", type=json.loads, required=True, help="see `loop_overhead`")
     settings = parser.parse_args().settings
     os.dup2(2, 1)
-    # An actor of verl's asks for a CPU to start with: with fewer than there are, it waits for ever.
+    # An actor of verl's asks for a CPU to start with: with fewer than there are, it waits forever.
     cpus = max(os.cpu_count() or 1, settings["workers"] + 2)
     # A new cluster, also where another one runs on this machine.
     ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False)

@@ -1,4 +1,4 @@
-"""Writes the dashboards for Grafana: `grafana_dashboards.py` makes `deploy/grafana/*.json` anew.
+"""Writes the dashboards for Grafana: `grafana_dashboards.py` makes `deploy/grafana/*.json`.
 
 A dashboard is a table of panels, a panel its queries. tests/dashboards holds each query to the
 metrics that the trainer and a server serve. Standard library only.

@@ -1,4 +1,4 @@
-"""Context compaction: when the context is nearly full, the model writes notes and begins anew.
+"""Context compaction: when the context is nearly full, the model writes notes and starts over.
 
 One task gives one trajectory with a sample for every context that was filled. The notes are
 sampled like anything else, so that the reward of the whole also teaches what is worth noting down.

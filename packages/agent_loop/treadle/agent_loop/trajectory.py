@@ -129,7 +129,7 @@ class Trajectory(LateField[MessageSource]):
         assistant_turns: Number of completions.
         user_turns: Number of answers to the model: rounds of tool results, or user messages.
         reward: None if nothing scored it, which differs from a reward of 0.
-        sample_rewards: One per sample where players have rewards of their own, and empty else.
+        sample_rewards: One per sample where players have their own rewards, else empty.
             `reward` is then what is reported, and these are learned from. Samples of one player
             are adjacent and have one value.
         answer: What it answered, as its reward read it (`Score.answer`).

@@ -139,7 +139,7 @@ async def end_if_cancelled(
 
     Args:
         what: Names it in the warning if it is left behind.
-        work: Runs as a task of its own.
+        work: Runs as a separate task.
         on_left_behind: Called if it is.
 
     Raises:
@@ -148,7 +148,7 @@ async def end_if_cancelled(
     """
     task = asyncio.create_task(_outcome(work), name=what)
     try:
-        # `work` can end it too, by a CancelledError of its own; it has ended then.
+        # `work` can end it too, by its own CancelledError; it has ended then.
         await asyncio.shield(task)
     except asyncio.CancelledError as cancelled:
         task.cancel()
@@ -180,7 +180,7 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T] | BaseException:
 
 
 def _leave_behind(task: asyncio.Task[Any]) -> None:
-    # The end of asyncio.run would cancel it once more, and wait for it for ever.
+    # The end of asyncio.run would cancel it once more, and wait for it forever.
     asyncio._unregister_task(task)
     _logger.warning(
         "%s did not end within %g s after it was cancelled, and is left behind: code that catches "

@@ -76,5 +76,5 @@ def _is_users(file: str, module: str) -> bool:
 
 @cache
 def _installed() -> tuple[str, ...]:
-    # When it is first asked: sysconfig loads a module of its own, which an import should not pay.
+    # When it is first asked: sysconfig loads another module, which an import should not pay.
     return tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})

@@ -184,7 +184,7 @@ class _Parser:
 
 def _raise_to(base: Number, exponent: Number) -> Number:
     if isinstance(base, int) and isinstance(exponent, int) and exponent >= 0:
-        # |base| >= 2**(bits-1), so this many bits are certain; computing them could take for ever.
+        # |base| >= 2**(bits-1), so this many bits are certain; computing them could take forever.
         if (abs(base).bit_length() - 1) * exponent > _LIMIT.bit_length():
             raise _too_large()
         return int(base**exponent)

@@ -4,7 +4,7 @@ Invariant: a trace reaches the sink as a whole or not at all, and each one that 
 The spans of a trace are held back until its root has closed, which says whether it failed. A trace
 that is not a trajectory's (an update of the policy) is always traced.
 
-Nobody waits: `record` is called by whoever closes a span, and passes the trace on or forgets it.
+Nobody waits: `record` is called where a span closes, and passes the trace on or forgets it.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ class Plan:
         if rollout.context_length > config.policy.micro_batch_tokens * parallel.context:
             yield (
                 "long trajectories",
-                "those of more tokens than a micro-batch train in one of their own, and need the "
+                "those of more tokens than a micro-batch train in a separate one, and need the "
                 "memory for it",
             )
         yield (

@@ -45,7 +45,7 @@ def test_trajectories_that_exceed_a_micro_batch_are_announced() -> None:
     )
     config = config.model_copy(update={"policy": policy})
     text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
-    assert "long trajectories  those of more tokens than a micro-batch train in one of" in text
+    assert "long trajectories  those of more tokens than a micro-batch train in a separate" in text
 
 
 def test_the_critic_is_shown_where_there_is_one() -> None:

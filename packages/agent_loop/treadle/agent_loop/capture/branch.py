@@ -193,7 +193,7 @@ class Draft:
     Attributes:
         messages: Messages of the request; the last one is not the assistant's.
         tools: Tools of the request.
-        base: The point from which it continues; None if it begins anew.
+        base: The point from which it continues; None if it begins from the start.
         shared: Ids up to that point.
         history: Messages up to that point.
         images: Images up to that point.

@@ -420,7 +420,7 @@ def _check_constrains(server: ServerInfo, in_flight: InFlightCompletion) -> None
 
     Raises:
         RequestRejectedError: It does not constrain the sampling.
-        ReplicaUnavailableError: A part has been sampled: the constraint would begin anew after it.
+        ReplicaUnavailableError: A part has been sampled: the constraint would begin again after it.
     """
     if CONSTRAINED_SAMPLING not in server.capabilities:
         raise RequestRejectedError(

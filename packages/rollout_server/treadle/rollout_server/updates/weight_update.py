@@ -201,7 +201,7 @@ class CurrentUpdate:
         now = self._clock.time()
         live = self.begun(begin) or self.live
         if live is None:
-            # An id that is used anew means the new update only.
+            # An id that is used again means the new update only.
             self._ended.pop(begin.update_id, None)
             incoming = IncomingTensors(
                 begin, max_chunk_bytes=self._max_chunk_bytes, split_tensors=split_tensors

@@ -32,7 +32,7 @@ class JsonLines:
     _read: tuple[int, int] | None = None
 
     def reload(self) -> bool:
-        """Reads the file anew if it has changed; returns whether it has.
+        """Reads the file again if it has changed; returns whether it has.
 
         Raises:
             OSError: The file cannot be read.

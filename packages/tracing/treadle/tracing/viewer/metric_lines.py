@@ -1,7 +1,7 @@
 """Reads a metrics log in increments, by byte offset, while a run appends to it.
 
 Invariant: an increment has whole lines only, each once. A cursor names the bytes before it by their
-checksum, so that a log that was rewritten meanwhile, as a resumed run does, is read anew and never
+checksum, so that a log that was rewritten meanwhile, as a resumed run does, is read again and never
 continued in the middle. A damaged line is left out and counted.
 """
 

@@ -1,6 +1,6 @@
 """A run directory as the page sees it: its name, its state, its files and what is wrong with them.
 
-Invariant: everything is read anew when it is asked for, since a run may be writing, and nothing is
+Invariant: everything is read again when it is asked for, since a run may be writing, and nothing is
 written. Whatever is missing or damaged is named in `problems`; what is there is shown all the same.
 """
 

@@ -1,6 +1,6 @@
 """Whether a run begins or resumes in a directory, and from where. Reads only.
 
-Invariant: a directory that holds a run is never begun anew in silence, and its settings are
+Invariant: a directory that holds a run is never silently begun again, and its settings are
 compared before it is resumed, whatever file of it is missing.
 
 | run.resume | the directory is new | it holds a run |

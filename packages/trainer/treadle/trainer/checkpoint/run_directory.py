@@ -268,7 +268,7 @@ class Checkpoints:
             ) from None
 
     def set_back(self, step: int) -> None:
-        """Makes the checkpoint of a step the latest; those of later steps are written anew."""
+        """Makes the checkpoint of a step the latest; those of later steps are written again."""
         self._point_to(_name(step))
 
     def _point_to(self, name: str) -> None:

@@ -38,7 +38,7 @@ def new_run_dir(name: str) -> Path:
 
 
 def exit_text(exit_: SystemExit) -> str:
-    """Returns which code ended the work: in a task of its own, nothing catches an `exit()`."""
+    """Returns which code ended the work: in a separate task, nothing catches an `exit()`."""
     from treadle.agent_loop import user_place
 
     place = user_place(exit_)

@@ -1,4 +1,4 @@
-"""`treadle report RUN`: the report of a run, made anew from its records."""
+"""`treadle report RUN`: the report of a run, made again from its records."""
 
 import argparse
 from collections.abc import Sequence

@@ -96,7 +96,7 @@ def _document_lines() -> Iterator[str]:
     yield "## treadle sft"
     yield ""
     yield "[Supervised fine-tuning](sft.md) has the keys above that `treadle sft --help all` lists,"
-    yield "with the same meaning, and these of its own:"
+    yield "with the same meaning, and these:"
     shared = all_leaves()
     own = [
         leaf

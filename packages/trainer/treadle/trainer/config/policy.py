@@ -170,8 +170,8 @@ class MoeConfig(BaseModel):
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
     routing_replay: bool = False
     """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
-    and in the update, instead of choosing anew (R3, arXiv:2510.11370). The engine must report them:
-    rollout.name=torch does. The reference chooses its own."""
+    and in the update (R3, arXiv:2510.11370). The engine must report them: rollout.name=torch does.
+    The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):
@@ -240,7 +240,7 @@ class PolicyConfig(BaseModel):
     its process or its machine stands still, is dead: the run ends and names it."""
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Maximum time that a rank waits for the others in one operation (NCCL's or Gloo's); then the
-    run ends. Ranks that wait for each other for ever give signs of life too."""
+    run ends. Ranks that wait for each other forever give signs of life too."""
     seed: int = Field(default=0, ge=0)
     """Seed of Megatron's random generators. Dropout is off, so nothing draws from them."""
 

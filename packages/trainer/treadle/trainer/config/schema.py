@@ -69,7 +69,7 @@ class DataConfig(Section):
     prompts_per_step: Count = 16
     """Rows per training step; each gives rollout.samples_per_prompt trajectories."""
     shuffle: bool = True
-    """Shuffle the rows anew for each epoch, seeded by run.seed; false keeps the file order."""
+    """Shuffle the rows for each epoch, seeded by run.seed; false keeps the file order."""
     reader: str | None = None
     """Your own reader of train_files and val_files as path.py:Class or package.module:Class, called
     with each path; it gives the rows as mappings. Null: files are read by their type."""
@@ -558,7 +558,7 @@ class _LaunchConfig(Section):
     """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
     max_failures: Annotated[int, Field(ge=0)] = 0
     """Number of times that the run resumes by itself from its latest checkpoint because a policy
-    rank or its node is lost, counted anew after each checkpoint; it needs schedule.save_every. What
+    rank or its node is lost, counted from each checkpoint on; it needs schedule.save_every. What
     a rank raises by itself, and errors of the input, end the run."""
     nodes: Count = 1
     """Number of machines whose GPUs the run uses. Above 1, Ray places the processes."""

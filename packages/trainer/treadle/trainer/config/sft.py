@@ -86,7 +86,7 @@ class SftDataConfig(Section):
     batch_size: Count = 16
     """Conversations per training step, which is one optimizer step."""
     shuffle: bool = True
-    """Shuffle the rows anew for each epoch, seeded by run.seed; false keeps the file order."""
+    """Shuffle the rows for each epoch, seeded by run.seed; false keeps the file order."""
     max_length: Annotated[int, Field(ge=2)] = 1024
     """Maximum number of tokens of a sequence, prompt and tool schemas included."""
     truncation: Literal["error", "drop", "right"] = "error"

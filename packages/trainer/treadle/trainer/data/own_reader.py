@@ -64,7 +64,7 @@ def load_reader(reference: str) -> Reader:
         try:
             rows = made(path)
             if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
-                raise TypeError(f"it gives {rows!r:.80}, which is no iterable of rows")
+                raise TypeError(f"it gives {rows!r:.80}, which is not an iterable of rows")
             for number, columns in enumerate(iter(rows), start=1):
                 if not isinstance(columns, Mapping):
                     raise TypeError(f"row {number} is {columns!r:.80}; a row must be a mapping")

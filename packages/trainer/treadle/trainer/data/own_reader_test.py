@@ -69,7 +69,7 @@ def test_the_rows_are_those_that_the_class_gives(code: str, tmp_path: Path) -> N
     [
         ("broken", "mine.py:broken cannot read .*: KeyError: 'no such column'"),
         ("words", "row 1 is 'a'; a row must be a mapping"),
-        ("nothing", "it gives 3, which is no iterable of rows"),
+        ("nothing", "it gives 3, which is not an iterable of rows"),
     ],
 )
 def test_what_a_class_does_wrong_is_said_with_its_name(

@@ -59,7 +59,7 @@ class GroupLog:
 
 
 class _SpansByTask:
-    """A sink that keeps spans until their task's are taken; each attempt is a trace of its own."""
+    """A sink that keeps spans until their task's are taken; each attempt is a separate trace."""
 
     def __init__(self) -> None:
         self._traces: dict[str, list[FinishedSpan]] = {}

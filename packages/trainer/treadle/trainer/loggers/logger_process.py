@@ -31,7 +31,7 @@ _CAPACITY: Final = 1000
 
 
 class LoggerProcess:
-    """One logger, in a process of its own.
+    """One logger, in a separate process.
 
     Args:
         name: As in `run.loggers`.

@@ -48,7 +48,7 @@ class Table:
 
 
 class RunLogger(Protocol):
-    """A logger of one run. It is made as `Class(run)` with a `LoggedRun`, in a process of its own.
+    """A logger of one run. It is made as `Class(run)` with a `LoggedRun`, in a separate process.
 
     Whatever a method raises loses that one record; the run continues.
     """

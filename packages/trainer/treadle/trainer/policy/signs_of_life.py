@@ -1,8 +1,8 @@
 """Signs of life: how the driver tells a rank that computes from one whose process stands still.
 
-A rank sends one every so often while it executes a command, from a thread of its own. So a rank
+A rank sends one every so often while it executes a command, from a separate thread. So a rank
 that computes for an hour, or waits for another rank, is heard; a process that was stopped, or whose
-machine stands still, is not. Ranks that wait for each other for ever are heard too: what ends them
+machine stands still, is not. Ranks that wait for each other forever are heard too: what ends them
 is the time limit of the operation (`policy.collective_timeout_s`).
 
 A long import of a compiled library holds Python's lock, and is silent for as long.

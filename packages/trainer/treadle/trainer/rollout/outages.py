@@ -5,7 +5,7 @@ while. Each trajectory that needs it then fails, through no fault of the model, 
 trained on what is left: the trajectories that did without.
 
 Invariant: a source is down when `agent.max_consecutive_failures` trajectories failed because of it,
-one after another; a trajectory that it served begins the count anew. If it had served before, in
+one after another; a trajectory that it served resets the count. If it had served before, in
 this run, the run waits for it. If it never did, a wait would not help, and the run ends.
 """
 
@@ -69,7 +69,7 @@ class Outages:
                 self.serves(serving)
 
     def serves(self, source: str) -> None:
-        """Begins the count of a source anew, because it served a trajectory."""
+        """Resets the count of a source, because it served a trajectory."""
         self.served.add(source)
         self.given_up.discard(source)
         self.failures.pop(source, None)

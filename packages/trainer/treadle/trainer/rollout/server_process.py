@@ -2,7 +2,7 @@
 
 Invariant: a setting that the configuration leaves at its default is not on the command line, so
 that the server's default holds and any server of the contract can be started. The engine's
-environment is checked before anything is started: a command of its own is asked whether it knows
+environment is checked before anything is started: a separate command is asked whether it knows
 every setting.
 """
 

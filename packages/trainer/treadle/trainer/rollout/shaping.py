@@ -19,7 +19,7 @@ def shaped(trajectory: Trajectory, config: Config) -> Trajectory:
     """Returns the trajectory with its penalty for length, if the configuration asks for one.
 
     The length is that of its longest sample, tool results included, as
-    `rollout.response_length` counts; of players with rewards of their own, that of the longest
+    `rollout.response_length` counts; of players with their own rewards, that of the longest
     sample of each. Whether the answer was right stays known.
     """
     factor = config.reward.overlong_penalty

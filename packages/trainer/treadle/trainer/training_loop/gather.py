@@ -13,7 +13,7 @@ Invariants:
    Where the batches of rows give too few groups with signal, groups without fill the places.
 2. The surplus is less than one step, so no group is older than one step. Its tokens are stale.
 3. The greedy trajectories, of an estimator that subtracts their reward, are no member of a group:
-   nothing of them is trained on, and only metrics of their own count them.
+   nothing of them is trained on, and only the metrics `greedy/*` count them.
 4. Resuming is exact. The number of the last batch of rows is a metric of the step, which its
    checkpoint has. A step that saves a checkpoint keeps no surplus, whether or not the run is
    interrupted after it; what it gives up is counted.

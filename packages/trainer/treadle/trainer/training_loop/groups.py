@@ -9,7 +9,7 @@ A trajectory counts once in its group, whatever its number of samples. Each samp
 sequence with the trajectory's advantage; together they count as one in the loss
 (`batch.token_weights`). A sample without sampled tokens becomes no sequence.
 
-Where players have rewards of their own (`Trajectory.sample_rewards`), as in self-play, each player
+Where players have their own rewards (`Trajectory.sample_rewards`), as in self-play, each player
 of a trajectory is a member: its reward is compared with the rewards of the same player in the row's
 other trajectories, so what one player wins is no baseline of the other. Where an estimator
 compares, a player that only one surviving trajectory has gets advantage 0. In the loss, the samples

@@ -52,7 +52,7 @@ MAX_SESSIONS = 1024
 MAX_AVOIDED = 4096
 """Replicas that a session is to avoid."""
 _MAX_REQUEST_BYTES = 2 << 20
-"""A session that avoids so many replicas with the longest names has half as many."""
+"""A session that avoids this many replicas with the longest names has half as many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

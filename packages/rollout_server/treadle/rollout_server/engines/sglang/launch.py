@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from treadle.rollout_server.engines.images.inputs import ImageInputs
 
 _KNOWN_VERSION = "0.5.21"  # Exact, because its scheduler is subclassed.
-_INSTALL = "pip install 'treadle-rollout-server[sglang]' into an environment of its own"
+_INSTALL = "pip install 'treadle-rollout-server[sglang]' into a separate environment"
 
 
 async def create(config: ServerConfig) -> SglangEngine:

@@ -153,7 +153,7 @@ class Launcher:
             *("--uid", str(_USER_INSIDE), "--gid", str(_USER_INSIDE), "--hostname", "sandbox"),
             *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
             # Not `--die-with-parent`: it ends bubblewrap, whose child waits for it at first, and
-            # would for ever. The supervisor sees that nobody reads its reports.
+            # would forever. The supervisor sees that nobody reads its reports.
             *("--new-session", "--as-pid-1"),
         ]
         for outside, inside in files.binds:

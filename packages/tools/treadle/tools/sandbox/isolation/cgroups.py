@@ -1,6 +1,6 @@
 """Memory cgroups: a bound that the kernel keeps, also on what cannot be seen from within.
 
-Invariant: each program runs in a cgroup of its own, below a directory that was given to this
+Invariant: each program runs in its own cgroup, below a directory that was given to this
 sandbox alone or that it made below its own cgroup (`own_cgroup`); it is removed when every process
 of the program is gone. The supervisor's limits hold as before; the kernel's bound is above them by
 `ROOM_MIB`, for what only the kernel counts: socket buffers, locks, cached names, page tables.

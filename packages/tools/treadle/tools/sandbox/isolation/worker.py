@@ -131,7 +131,7 @@ class Worker:
             filter_program: The system calls that are refused.
             limits: Of the program.
             preload: Modules imported before.
-            cgroups: Where the program gets a cgroup; None: it has none of its own.
+            cgroups: Where the program gets a cgroup; None: it has none.
 
         Raises:
             SandboxError: It did not start; with what it said.

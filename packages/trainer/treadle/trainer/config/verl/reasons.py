@@ -33,7 +33,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("*.mtp.*", "no head for multi-token prediction is trained"),
     ("*.rollout.mtp", f"speculation is the engine's: {_ENGINE_ARGS}"),
     # Actor.
-    ("actor_rollout_ref.hybrid_engine", "servers are processes of their own"),
+    ("actor_rollout_ref.hybrid_engine", "servers are separate processes"),
     ("actor_rollout_ref.actor.rollout_n", "set rollout.samples_per_prompt"),
     ("actor_rollout_ref.actor.tau_*", "there is no loss sapo: see algorithm.loss"),
     ("actor_rollout_ref.actor.policy_loss.dro_beta", "there is no loss dro: see algorithm.loss"),
@@ -77,7 +77,7 @@ REASONS: Sequence[tuple[str, str]] = (
         "actor_rollout_ref.rollout.n_gpus_per_node",
         "servers are placed by launch and rollout.num_replicas",
     ),
-    ("actor_rollout_ref.rollout.seed", "every completion has a seed of its own, by run.seed"),
+    ("actor_rollout_ref.rollout.seed", "every completion has its own seed, by run.seed"),
     ("actor_rollout_ref.rollout.full_determinism", _ENGINE_ARGS),
     ("actor_rollout_ref.rollout.cudagraph_capture_sizes", _ENGINE_ARGS),
     ("actor_rollout_ref.rollout.scheduling_policy", _ENGINE_ARGS),
@@ -115,7 +115,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("actor_rollout_ref.rollout.trace.*", "see tracing"),
     (
         "actor_rollout_ref.rollout.prometheus.*",
-        "every server has its metrics at an address of its own: see docs/operations.md",
+        "every server has its metrics at its own address: see docs/operations.md",
     ),
     ("actor_rollout_ref.rollout.disaggregation.*", "a server computes prompts and completions"),
     ("actor_rollout_ref.rollout.*", _ENGINE_ARGS),

@@ -281,7 +281,7 @@ class _Groups:
             self._lost_in_a_row += 1
             return True
         by = algorithm.dynamic_sampling
-        # A step looks at so many groups at most; then those without signal fill it.
+        # A step looks at this many groups at most; then those without signal fill it.
         if by is None or len(self._left_out) >= (
             (algorithm.max_generation_batches - 1) * self.queue.size
         ):

@@ -5,7 +5,7 @@ rollouts continue beside training. After a kill, at any moment:
 
 - A group that was trained on up to the checkpoint, or left out, is not in its state: never again.
 - A group that had ended waits again, with the tokens it had, if weights up to the checkpoint's
-  sampled all of them. Later weights are lost, and will be trained anew.
+  sampled all of them. Later weights are lost, and will be trained again.
 - Any other group begins again from its row. So does one whose file is missing or damaged: a file
   saves work, and its loss skips nothing.
 

@@ -151,7 +151,7 @@ class CollectedAdapter:
         (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
 
     def write_below(self, folder: Path) -> None:
-        """Writes them into a folder of their own below `folder`.
+        """Writes them into a separate folder below `folder`.
 
         Beside a model's config.json, transformers would add the adapter to weights that have it.
         """

@@ -42,7 +42,7 @@ class Ordered:
 
     @property
     def saved_share(self) -> float:
-        """Share of the tokens that take no row of their own."""
+        """Share of the tokens that share a row with others."""
         return sum(self.overlaps) / max(1, sum(self.lengths))
 
     def part(self, first: int, last: int) -> Ordered:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_SAVED_ROWS: Final = 16
-"""A common run that saves fewer rows is computed for each sequence anew: a node costs two calls of
+"""A common run that saves fewer rows is computed again for each sequence: a node costs two calls of
 attention per layer, in which even a model of 1 M parameters computes about this many rows."""
 
 

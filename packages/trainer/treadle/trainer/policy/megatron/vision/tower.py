@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class _HandBack(torch.autograd.Function):
     """Rows as they are; backward, the gradients of leaves go to what the leaves were made of.
 
-    A layer that is computed again runs a backward pass of its own, which would go through the
+    A layer that is computed again runs its own backward pass, which would go through the
     tower's graph once per layer. It ends at the leaves instead, and the gradient of the layers'
     input, which passes here, is the last to come.
     """
