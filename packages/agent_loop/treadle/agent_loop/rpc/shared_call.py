@@ -12,7 +12,7 @@ Invariants:
    messages that arrived. A shared call that has ended is not used again.
 
 The caller of a completion waits in `async for`. One task writes what is to be begun or cancelled,
-and waits while the server does not read; one reads. `aclose` ends both, and the call.
+and waits while the server does not read; one reads. Both end with the call, which `aclose` ends.
 """
 
 import asyncio
@@ -117,10 +117,10 @@ class SharedCall:
         self._fail(_unavailable("the client closed its connection"))
 
     async def _write(self) -> None:
-        while True:
+        while not self.ended:
             await self._changed.wait()
             self._changed.clear()
-            while self._begin or self._cancel:
+            while not self.ended and (self._begin or self._cancel):
                 try:
                     await self._call.write(self._next_message())
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
@@ -167,6 +167,7 @@ class SharedCall:
 
     def _fail(self, failure: grpc.aio.AioRpcError) -> None:
         self.ended = True
+        self._changed.set()  # the writer ends
         for completion in self._open.values():
             completion.end(failure)
         self._open.clear()

@@ -92,6 +92,9 @@ async def test_what_a_lost_call_has_brought_is_kept() -> None:
         assert found == [(4, 6, 99), (5, 6, 99)]
         resumed = sorted(list(request.prompt_token_ids) for request in good.requests)
         assert resumed == [[1, 2, 3, 4], [1, 2, 3, 5]]
+        names = [task.get_name() for task in asyncio.all_tasks()]
+        assert names.count("read GenerateMany") == 1, "of the new call"
+        assert names.count("write GenerateMany") == 1
 
 
 async def test_who_leaves_cancels_no_other() -> None:
