@@ -49,7 +49,7 @@ def test_large_messages_pass_each_other(tls: RunTls) -> None:
         for sender in senders:
             sender.join()
         client.send({"small": 1})
-        assert server.poll(10)
+        assert server.poll(60)
         assert server.recv() == {"small": 1}
 
 
@@ -61,7 +61,7 @@ def test_what_was_said_last_arrives_before_the_end(tls: RunTls) -> None:
     said.join()
     client.send("the last")
     client.close()
-    assert client.sent(10)
+    assert client.sent(60)
     assert server.recv() == "the last"
     with pytest.raises(EOFError):
         server.recv()
@@ -96,7 +96,7 @@ def test_a_caller_without_a_certificate_of_the_run_is_refused(tls: RunTls, tmp_p
         for context in (other.client_context(), None):
 
             def call(context: ssl.SSLContext | None = context) -> None:
-                with socket.create_connection(address, timeout=10) as plain:
+                with socket.create_connection(address, timeout=60) as plain:
                     if context is None:
                         plain.sendall(b"\0\0\0\4who?")
                     else:

@@ -30,7 +30,7 @@ class _Rank:
 
     def greet(self) -> None:
         with connect_to_rank(
-            *self.address, _KEY, deadline_s=10, given_up=threading.Event(), tls=self._tls
+            *self.address, _KEY, deadline_s=60, given_up=threading.Event(), tls=self._tls
         ) as driver:
             driver.send("hello")
             self._thread.join(10)
@@ -55,7 +55,7 @@ def test_callers_beyond_the_bound_are_turned_away(monkeypatch: pytest.MonkeyPatc
     with socket.create_connection(rank.address) as silent:
         assert silent.recv(4)  # its challenge: it has the place
         with socket.create_connection(rank.address) as late:
-            late.settimeout(10)
+            late.settimeout(60)
             assert late.recv(4) == b""
     rank.greet()
 
@@ -68,6 +68,6 @@ def test_between_hosts_both_sides_show_a_certificate_of_the_run(tmp_path: Path) 
                 plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with pytest.raises(AuthenticationError, match="certificate verify failed"):
                 connect_to_rank(
-                    *rank.address, _KEY, deadline_s=10, given_up=threading.Event(), tls=another
+                    *rank.address, _KEY, deadline_s=60, given_up=threading.Event(), tls=another
                 )
             rank.greet()
