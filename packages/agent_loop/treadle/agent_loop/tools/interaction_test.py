@@ -236,10 +236,10 @@ class _Clinging(ScriptedInteraction):
 
 @pytest.mark.asyncio
 async def test_12_who_resists_the_closing_spoils_no_trajectory(
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    kit = services(["42"], _Clinging(), tool_timeout_s=0.05)
-    trajectory = await ToolAgentLoop().run(TASK, kit)
+    monkeypatch.setattr("treadle.agent_loop.loops.limits._CLOSE_S", 0.05)
+    trajectory = await ToolAgentLoop().run(TASK, services(["42"], _Clinging()))
     assert trajectory.turn_scores == (1.0,)
     assert "could not be closed: it did not end when it was cancelled" in caplog.text
 

@@ -19,6 +19,7 @@ from treadle.agent_loop import (
     user_calls,
 )
 from treadle.agent_loop.testing import ByteRenderer
+from treadle.agent_loop.testing.fake_clock import let_pass
 from treadle.agent_loop.tools.toolbox import Toolbox
 
 TASK = AgentTask(
@@ -49,15 +50,18 @@ class BareTool:
         pass
 
 
+@pytest.fixture
+def _closed_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("treadle.agent_loop.loops.limits._CLOSE_S", 0.05)
+
+
 class StuckTool(BareTool):
     async def aclose(self) -> None:
         await asyncio.Event().wait()
 
 
-def toolbox(*tools: BareTool, tool_timeout_s: float = 60.0) -> Toolbox:
-    limits = LoopLimits(
-        max_response_tokens=1, max_parallel_calls=len(tools), tool_timeout_s=tool_timeout_s
-    )
+def toolbox(*tools: BareTool) -> Toolbox:
+    limits = LoopLimits(max_response_tokens=1, max_parallel_calls=len(tools), tool_timeout_s=60.0)
     by_name = {tool.spec.name: tool for tool in tools}
     return Toolbox(TASK, by_name, limits, codec=ByteRenderer())
 
@@ -110,10 +114,11 @@ class ClingingTool(BareTool):
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("_closed_soon")
 async def test_a_tool_that_resists_its_closing_spoils_no_trajectory(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    box = toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05)
+    box = toolbox(ClingingTool("a", ToolResult(content="a")))
     async with box:
         await box.run([call("a")])
     assert ("tool/close_errors", 1) in [(m.name, m.value) for m in box.metrics]
@@ -121,11 +126,12 @@ async def test_a_tool_that_resists_its_closing_spoils_no_trajectory(
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("_closed_soon")
 async def test_a_tool_that_resists_its_closing_swallows_no_cancellation() -> None:
     entered = asyncio.Event()
 
     async def use() -> None:
-        async with toolbox(ClingingTool("a", ToolResult(content="a")), tool_timeout_s=0.05) as box:
+        async with toolbox(ClingingTool("a", ToolResult(content="a"))) as box:
             await box.run([call("a")])
             entered.set()
             await asyncio.Event().wait()
@@ -138,12 +144,13 @@ async def test_a_tool_that_resists_its_closing_swallows_no_cancellation() -> Non
 
 
 @pytest.mark.asyncio
+@pytest.mark.usefixtures("_closed_soon")
 async def test_tools_that_hang_when_closed_are_counted_and_named(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """All at once: one after the other would take longer than the shield lasts."""
     names = ("a", "b", "c", "d")
-    box = toolbox(*(StuckTool(n, ToolResult(content=n)) for n in names), tool_timeout_s=0.05)
+    box = toolbox(*(StuckTool(n, ToolResult(content=n)) for n in names))
     async with box:
         answers = await box.run([call(name) for name in names])
     assert [answer.message.content for answer in answers] == list(names)
@@ -155,6 +162,7 @@ class SwallowingTool(BareTool):
     """Goes on when its call is cancelled."""
 
     async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        let_pass(60.0)
         while True:
             with suppress(asyncio.CancelledError):
                 await asyncio.Event().wait()
@@ -165,10 +173,10 @@ async def test_a_call_that_swallows_its_cancellation_is_left_behind_and_counted(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(user_calls, "GRACE_S", 0.01)
-    box = toolbox(SwallowingTool("a", ToolResult(content="a")), tool_timeout_s=0.05)
+    box = toolbox(SwallowingTool("a", ToolResult(content="a")))
     async with box:
         (answer,) = await box.run([call("a")])
-    assert "it did not end within 0.05 s" in answer.message.content
+    assert "it did not end within 60 s" in answer.message.content
     counts = {(metric.name, metric.value) for metric in box.metrics}
     assert {("tool/timeouts", 1), ("tool/left_behind", 1)} <= counts
     assert "tool 'a' did not end within 0.01 s after it was cancelled" in caplog.text
