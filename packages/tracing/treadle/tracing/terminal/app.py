@@ -7,6 +7,7 @@ ended. Nothing is written.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -42,8 +43,9 @@ _RELOAD_S: Final = 2.0
 _PAGE: Final = 200
 """Rows of the table; the next ones are a page further."""
 _FIRST: Final = "reward/mean"
+_IDENTITY: Final = ("step", "phase", "task_id", "rollout_index")
 _COLUMNS: Final = (
-    *("step", "phase", "task_id", "rollout_index", "reward", "advantage", "stop", "num_turns"),
+    *(*_IDENTITY, "reward", "advantage", "stop", "num_turns"),
     *("num_tokens", "duration_s", "drift", "tools", "prompt"),
 )
 _HEADS: Final = {
@@ -110,7 +112,6 @@ class RunApp(App[None]):
         self._filter_error = ""
         self._page = 0
         self._num_found = 0
-        self._keys: list[tuple[int, str, str, int]] = []
 
     def compose(self) -> ComposeResult:
         """Yields the widgets."""
@@ -188,7 +189,9 @@ class RunApp(App[None]):
 
     @on(DataTable.RowSelected, "#table")
     def _open(self, event: DataTable.RowSelected) -> None:
-        self._read_one(self._keys[event.cursor_row])
+        # Not by its place: the table may have been filled anew since the key was pressed.
+        _, *key = json.loads(str(event.row_key.value))
+        self._read_one(*key)
 
     @work(thread=True, exclusive=True, group="metrics")
     def _read_metrics(self) -> None:
@@ -205,10 +208,10 @@ class RunApp(App[None]):
             self._show_from_thread(self._show_trajectories, found, rows, files.damaged)
 
     @work(thread=True, exclusive=True, group="one")
-    def _read_one(self, key: tuple[int, str, str, int]) -> None:
-        trajectory = self._chosen.trajectories.one(*key)
+    def _read_one(self, step: int, phase: str, task_id: str, rollout_index: int) -> None:
+        trajectory = self._chosen.trajectories.one(step, phase, task_id, rollout_index)
         if trajectory is None:
-            gone = f"the file of {inert(key[2])} in step {key[0]} is gone or damaged"
+            gone = f"the file of {inert(task_id)} in step {step} is gone or damaged"
             self._show_from_thread(self.notify, gone, severity="warning", markup=False)
         else:
             self._show_from_thread(self.push_screen, ConversationScreen(trajectory))
@@ -267,10 +270,10 @@ class RunApp(App[None]):
         table = self._main.query_one(DataTable)
         cursor = table.cursor_row
         self._num_found = found
-        self._keys = [(r["step"], r["phase"], r["task_id"], r["rollout_index"]) for r in rows]
         table.clear()
-        for row in rows:
-            table.add_row(*(_cell(row[name]) for name in _COLUMNS))
+        for place, row in enumerate(rows):  # a key that occurs twice would be an error
+            key = json.dumps([place, *(row[name] for name in _IDENTITY)])
+            table.add_row(*(_cell(row[name]) for name in _COLUMNS), key=key)
         table.move_cursor(row=min(cursor, max(0, len(rows) - 1)))
         first = self._page * _PAGE
         said = f"{first + 1:,} to {first + len(rows):,} of {found:,}" if rows else "none"

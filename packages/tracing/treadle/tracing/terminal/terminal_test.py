@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from textual.coordinate import Coordinate
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, OptionList, Static
 from textual.worker import WorkerCancelled
@@ -118,6 +119,27 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
         await pilot.press("escape")
         await settle(pilot, lambda: not isinstance(app.screen, ConversationScreen))
         assert not isinstance(app.screen, ConversationScreen)
+
+
+@pytest.mark.asyncio
+async def test_the_row_that_was_chosen_is_opened_though_the_table_has_shrunk(run_dir: Path) -> None:
+    app = RunApp([run_dir])
+    async with app.run_test(size=(160, 40)) as pilot:
+        await settle(pilot)
+        table = app.query_one(DataTable)
+        last = table.row_count - 1
+        step, phase, task_id, sample = (str(cell) for cell in table.get_row_at(last)[:4])
+        key = table.coordinate_to_cell_key(Coordinate(last, 0)).row_key
+        app.query_one("#filter", Input).value = "phase=train step=3"
+        await pilot.press("slash", "enter")
+        await settle(pilot)
+        assert table.row_count < last
+        table.post_message(DataTable.RowSelected(table, last, key))  # was on its way
+        await pilot.pause()
+        await settle(pilot)
+        assert isinstance(app.screen, ConversationScreen)
+        shown = str(app.screen.query_one("#conversation", Static).render())
+        assert f"step {step}  {phase}  {task_id}  rollout {sample}" in shown
 
 
 @pytest.mark.asyncio
