@@ -7,7 +7,7 @@
 from treadle.tracing.finished import Deferred, FinishedSpan, SpanContext, SpanError, plain
 from treadle.tracing.jsonl import JsonlSink
 from treadle.tracing.metrics import Metric, Reduce, aggregate
-from treadle.tracing.propagate import extract, inject, serving_span
+from treadle.tracing.propagate import TRACE_HEADER, extract, inject, serving_span
 from treadle.tracing.queued import QueuedSink, SinkReport, SpanWriter
 from treadle.tracing.sampling import TraceSampler
 from treadle.tracing.service_sink import service_sink
@@ -27,6 +27,7 @@ from treadle.tracing.trace_filter import TraceFilter
 from treadle.tracing.traced import traced
 
 __all__ = [
+    "TRACE_HEADER",
     "Deferred",
     "Fanout",
     "FinishedSpan",

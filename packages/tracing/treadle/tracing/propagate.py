@@ -25,7 +25,8 @@ from treadle.tracing.span import (
     use_sink,
 )
 
-HEADER = "traceparent"
+TRACE_HEADER = "traceparent"
+"""The key of the metadata, and of a header, that names a span as parent."""
 
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -35,7 +36,7 @@ def inject() -> tuple[tuple[str, str], ...]:
     span = current_span()
     if span is None:
         return ()
-    return ((HEADER, f"00-{span.trace_id}-{span.span_id}-01"),)
+    return ((TRACE_HEADER, f"00-{span.trace_id}-{span.span_id}-01"),)
 
 
 def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
@@ -48,7 +49,7 @@ def extract(metadata: Iterable[tuple[str, str | bytes]]) -> SpanContext | None:
         None if there is no header, more than one, a malformed one, or one whose caller does not
         record its trace (sampled flag not set).
     """
-    values = [value for key, value in metadata if key.lower() == HEADER]
+    values = [value for key, value in metadata if key.lower() == TRACE_HEADER]
     if len(values) != 1 or not isinstance(values[0], str):
         return None
     match = _TRACEPARENT.fullmatch(values[0].strip())

@@ -32,11 +32,11 @@ from treadle.rollout_server.services.errors import message_of, to_status
 from treadle.rollout_server.services.generation import GenerationServicer
 from treadle.rollout_server.services.interceptors import is_deadline
 from treadle.rollout_server.services.methods import Methods
+from treadle.tracing import TRACE_HEADER
 
 _log = logging.getLogger(__name__)
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _METHOD = "GenerateMany"
-_TRACE_HEADER = "traceparent"
 _MESSAGE_BYTES = 1 << 20
 """Far below gRPC's 4 MiB, which the largest part fits."""
 
@@ -165,7 +165,7 @@ class _Completion:
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
         """Returns what a call of its own would have."""
         parent = self._wanted.traceparent
-        return ((_TRACE_HEADER, parent),) if parent else ()
+        return ((TRACE_HEADER, parent),) if parent else ()
 
     async def write(self, message: bytes, /) -> None:
         """Sends a message, when those before it have been written."""
