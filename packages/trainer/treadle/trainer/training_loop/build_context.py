@@ -92,6 +92,8 @@ async def build_context(
         report: What the user sees later.
     """
     checkpoint, resume_after = resume.checkpoint, resume.after
+    # The last checkpoint's weights; 0: those of the model directory.
+    version = 0 if checkpoint is None else checkpoint.step
     async with contextlib.AsyncExitStack() as stack:
         if not config.agent.num_workers:  # which open their own
             await enter_reward(stack, inputs.reward)
@@ -113,7 +115,7 @@ async def build_context(
             publish=publisher.publish,
             weights_directory=weights_directory,
             traces=server_traces(config, run_dir),
-            first_version=0 if checkpoint is None else checkpoint.step,
+            first_version=version,
         )
         offloaded = config.policy.offload.names and config.rollout.release_memory
 
@@ -159,18 +161,11 @@ async def build_context(
         group_store = GroupStore(
             run_dir / GROUPS,
             tasks=partial(group_tasks, config, order, inputs.train),
-            checkpoint=0 if checkpoint is None else checkpoint.step,
+            checkpoint=version,
             new=resume_after is None,
         )
         stack.callback(group_store.close)
-        requirements = Requirements(
-            tokenizer_sha256=inputs.renderer.tokenizer_sha256,
-            vocab_size=inputs.renderer.vocab_size,
-            context_length=config.rollout.context_length,
-            capabilities=required_capabilities(config)
-            | ({"images"} if inputs.images else frozenset())
-            | inputs.rules.loops.required_capabilities(inputs.loops),
-        )
+        requirements = _requirements(config, inputs)
         await servers.connect(requirements)
         workers: LoopWorkers | None = None
         router: RunRouter | None = None
@@ -286,6 +281,18 @@ def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
         devices=() if topology is None else topology.ranks,
         start_deadline_s=config.launch.start_deadline_s,
         critic=config.used_critic,
+    )
+
+
+def _requirements(config: Config, inputs: Inputs) -> Requirements:
+    """Returns what every server must offer."""
+    return Requirements(
+        tokenizer_sha256=inputs.renderer.tokenizer_sha256,
+        vocab_size=inputs.renderer.vocab_size,
+        context_length=config.rollout.context_length,
+        capabilities=required_capabilities(config)
+        | ({"images"} if inputs.images else frozenset())
+        | inputs.rules.loops.required_capabilities(inputs.loops),
     )
 
 
