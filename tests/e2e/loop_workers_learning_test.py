@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from treadle.agent_loop.tokens.transcript import SpanTable
+from treadle.agent_loop import SpanTable
 from treadle.tracing.trajectories import SCHEMA, TrajectoryFiles
 from treadle.trainer.main import main
 from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
