@@ -13,9 +13,9 @@ Invariant: a replay is a function of trace, policy and cost; no wall clock, no o
 import heapq
 import itertools
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 BLOCK_TOKENS = 16
 """Tokens in a block of the prefix cache, as in `fake_model`."""
@@ -215,34 +215,41 @@ class PrefixCache:
 
 
 @dataclass(slots=True)
-class _Engine:
-    cost: Cost
-    cache: PrefixCache
-    running: int = 0
-    queue: deque["_Call"] = field(default_factory=deque)
+class Live:
+    """A session under way: which turn, its context so far, its engine."""
 
-    @property
-    def in_flight(self) -> int:
-        return self.running + len(self.queue)
-
-
-@dataclass(slots=True)
-class _Call:
-    """A turn under way: its session, which turn, its engine, its prompt's parts."""
-
-    live: "_Live"
-    request: Request
-    engine: int
-    parts: list[tuple[object, int]]
-
-
-@dataclass(slots=True)
-class _Live:
     session: Session
     started_s: float
     turn: int = 0
     context: int = 0
     engine: int | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A turn under way: its session, its engine, its prompt's parts, whether the engine died."""
+
+    live: Live
+    request: Request
+    engine: int
+    parts: list[tuple[object, int]]
+    lost: bool = False
+
+
+Event: TypeAlias = Live | Call
+"""What happens next: a session sends a turn, or a call is complete."""
+
+
+@dataclass(slots=True)
+class _Engine:
+    cost: Cost
+    cache: PrefixCache
+    running: set[Call] = field(default_factory=set)
+    queue: deque[Call] = field(default_factory=deque)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self.running) + len(self.queue)
 
 
 class Simulation:
@@ -275,8 +282,8 @@ class Simulation:
         self._common_tokens = common_tokens
         self._now = 0.0
         self._order = itertools.count()
-        self._events: list[tuple[float, int, _Live | _Call | Callable[[], None]]] = []
-        self._parked: dict[int, tuple[_Live, Request, int]] = {}
+        self._events: list[tuple[float, int, Event]] = []
+        self._parked: dict[int, tuple[Live, Request, int]] = {}
         self._latencies: list[float] = []
         self._ends: list[float] = []
         self._known_tokens = self._hit_tokens = self._moves = 0
@@ -299,12 +306,13 @@ class Simulation:
         while self._events:
             when, _, event = heapq.heappop(self._events)
             self._pass_time(when)
-            if isinstance(event, _Live):
-                self._send(event)
-            elif isinstance(event, _Call):
-                self._complete(event)
-            else:
-                event()
+            self._happen(event)
+
+    def _happen(self, event: Event) -> None:
+        if isinstance(event, Live):
+            self._send(event)
+        elif not event.lost:
+            self._complete(event)
 
     def _replay(self) -> Replay:
         return Replay(
@@ -319,12 +327,12 @@ class Simulation:
             idle=self._idle_area / max(1e-9, self._area_s * len(self._engines)),
         )
 
-    def _at(self, when: float, event: "_Live | _Call | Callable[[], None]") -> None:
+    def _at(self, when: float, event: Event) -> None:
         heapq.heappush(self._events, (when, next(self._order), event))
 
     def _start_next(self) -> None:
         if self._waiting:
-            self._at(self._now, _Live(self._waiting.popleft(), self._now))
+            self._at(self._now, Live(self._waiting.popleft(), self._now))
 
     def _session_ended(self, session: Session) -> None:
         self._start_next()
@@ -333,7 +341,7 @@ class Simulation:
         """Returns whether the present time counts in the means over time."""
         return len(self._ends) <= self._count_until
 
-    def _send(self, live: _Live) -> None:
+    def _send(self, live: Live) -> None:
         turn = live.session.turns[live.turn]
         known = live.context
         live.context += turn.new_tokens + (self._common_tokens if live.turn == 0 else 0)
@@ -346,7 +354,7 @@ class Simulation:
         )
         self._ask(live, request, known)
 
-    def _ask(self, live: _Live, request: Request, known: int) -> bool:
+    def _ask(self, live: Live, request: Request, known: int) -> bool:
         number = self._policy.pick(request)
         if number is None:
             if live.session.index not in self._parked:
@@ -363,10 +371,10 @@ class Simulation:
         ]
         if live.context > task_tokens:
             parts.append((("session", live.session.index), live.context - task_tokens))
-        call = _Call(live, request, number, parts)
+        call = Call(live, request, number, parts)
         engine = self._engines[number]
         self._count_call(engine, 1)
-        if engine.running < self._cost.max_running:
+        if len(engine.running) < self._cost.max_running:
             self._begin(call)
         else:
             engine.queue.append(call)
@@ -383,11 +391,11 @@ class Simulation:
         ):
             self._fullest = before + by
 
-    def _begin(self, call: _Call) -> None:
+    def _begin(self, call: Call) -> None:
         engine = self._engines[call.engine]
         self._num_running += 1
         self._num_idle -= not engine.running
-        engine.running += 1
+        engine.running.add(call)
         hit = engine.cache.use(call.parts)
         if call.live.turn:
             self._hit_tokens += hit
@@ -402,7 +410,25 @@ class Simulation:
             call,
         )
 
-    def _complete(self, call: _Call) -> None:
+    def lose_engine(self, number: int) -> None:
+        """Replaces an engine by a new one, with an empty cache; its calls are sent again."""
+        engine = self._engines[number]
+        lost = sorted((*engine.running, *engine.queue), key=lambda call: call.live.session.index)
+        self._num_running -= len(engine.running)
+        self._num_idle += bool(engine.running)
+        for call in lost:
+            call.lost = True
+            self._policy.done(call.request)
+            self._count_call(engine, -1)
+            if not engine.queue:
+                engine.running.pop()
+            else:
+                engine.queue.pop()
+        self._engines[number] = _Engine(self._cost, PrefixCache(self._cost.cache_tokens))
+        for call in lost:
+            self._ask(call.live, call.request, 0)  # what it knows is counted already
+
+    def _complete(self, call: Call) -> None:
         live, engine = call.live, self._engines[call.engine]
         turn = live.session.turns[live.turn]
         live.context += turn.sampled_tokens
@@ -414,7 +440,7 @@ class Simulation:
             engine.cache.extend(own, call.parts[2][1] + turn.sampled_tokens)
         engine.cache.release(call.parts)
         self._count_call(engine, -1)
-        engine.running -= 1
+        engine.running.remove(call)
         self._num_running -= 1
         self._num_idle += not engine.running
         self._policy.done(call.request)

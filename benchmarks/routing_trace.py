@@ -25,7 +25,9 @@ COMMON_TOKENS = 2000
 _TURNS = ((0.0, 5.0), (0.5, 29.0), (0.9, 56.0), (0.99, 85.0), (1.0, 99.0))
 
 
-def make_trace(seed: int, *, num_sessions: int = NUM_SESSIONS) -> list[Session]:
+def make_trace(
+    seed: int, *, num_sessions: int = NUM_SESSIONS, max_turns: int = 99
+) -> list[Session]:
     """Returns sessions in the order in which they start: group by group."""
     rng = random.Random(seed)
     tasks = [rng.randint(500, 3000) for _ in range(math.ceil(num_sessions / GROUP_SIZE))]
@@ -45,7 +47,7 @@ def make_trace(seed: int, *, num_sessions: int = NUM_SESSIONS) -> list[Session]:
                     sampled_tokens=_lognormal(rng, 150, 0.8, 2000),
                     tool_s=min(60.0, rng.lognormvariate(math.log(1.5), 1.2)),
                 )
-                for turn in range(num_turns(share))
+                for turn in range(min(max_turns, num_turns(share)))
             ),
         )
         for index, share in enumerate(shares)
