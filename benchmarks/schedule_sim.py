@@ -108,7 +108,6 @@ class Run:
     Attributes:
         trajectories_per_hour: Trained on.
         turns_per_s: Completions that were asked for, each once.
-        session_s: Mean seconds of a session.
         step_s: Mean seconds of a step.
         utilisation: Sequences that run over the places of all servers.
         idle: Share of the servers' time in which nothing ran.
@@ -128,7 +127,6 @@ class Run:
 
     trajectories_per_hour: float
     turns_per_s: float
-    session_s: float
     step_s: float
     utilisation: float
     idle: float
@@ -321,7 +319,6 @@ class _Training(Simulation):
         return Run(
             trajectories_per_hour=3600 * counted * GROUP_SIZE / self._counted_s,
             turns_per_s=self._turns / self._counted_s,
-            session_s=replay.mean_latency_s,
             step_s=self._counted_s * self._training.groups / counted,
             utilisation=replay.utilisation,
             idle=replay.idle,
