@@ -107,6 +107,11 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
         )
 
     @property
+    def num_prompt(self) -> int:
+        """Number of tokens of the first span."""
+        return self.values[2 * len(self)] if len(self) else 0
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         if self._num_sampled is None:
@@ -117,7 +122,9 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
 
     def rows(self) -> Iterator[tuple[Origin, int, int, int | None]]:
         """Yields origin, start, stop and weight version of each span."""
-        for origin, start, stop, version in zip(*self.columns, strict=True):
+        values, n = self.values.data.tolist(), len(self)
+        columns = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :]
+        for origin, start, stop, version in zip(*columns, strict=True):
             yield _ORIGINS[origin], start, stop, version - 1 if version else None
 
     def make(self) -> tuple[Span, ...]:
@@ -204,7 +211,9 @@ class Tokens(LateField[SpanTable]):
     @property
     def num_prompt_tokens(self) -> int:
         """Number of tokens before the first completion."""
-        return next((stop for _, _, stop, _ in self.runs()), 0)
+        if self.source is not None:
+            return self.source.num_prompt
+        return self.spans[0].stop if self.spans else 0
 
     @property
     def prompt_ids(self) -> IntArray:

@@ -16,8 +16,8 @@ from treadle.tracing.trajectories.images import (
 from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
 from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
 from treadle.tracing.trajectories.write import (
+    SpanColumns,
     remove_files_after,
-    span_list,
     total_bytes,
     write_file,
 )
@@ -32,6 +32,7 @@ __all__ = [
     "Column",
     "Filter",
     "FilterError",
+    "SpanColumns",
     "SqlError",
     "TrajectoryFiles",
     "UnknownColumnError",
@@ -39,7 +40,6 @@ __all__ = [
     "image_bytes",
     "image_name",
     "remove_files_after",
-    "span_list",
     "total_bytes",
     "write_file",
     "write_image",

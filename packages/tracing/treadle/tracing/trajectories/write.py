@@ -8,8 +8,10 @@ damage them, and a reader leaves those out. One process writes a directory at a 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +28,7 @@ from treadle.tracing.trajectories.schema import (
     parse_file_name,
 )
 
-__all__ = ["remove_files_after", "span_list", "total_bytes", "write_file"]
+__all__ = ["SpanColumns", "remove_files_after", "total_bytes", "write_file"]
 
 _PARTIAL: Final = ".partial"
 _ROWS_PER_GROUP: Final = 256
@@ -55,8 +57,8 @@ def write_file(
         directory: Made if it is missing.
         step: Number of the step.
         phase: `train` or `val`.
-        rows: By the names of `SCHEMA`; lists of numbers may be arrays, strings UTF-8, and `spans` a
-            `span_list`. Other keys are an error.
+        rows: By the names of `SCHEMA`; lists of numbers may be arrays, strings UTF-8, and `spans`
+            `SpanColumns`. Other keys are an error.
         left_out: Number of trajectories of the step that are not among the rows.
 
     Returns:
@@ -80,7 +82,7 @@ def write_file(
         ) as file:
             # A row group at a time, so that few rows are in memory, and other threads get a turn.
             for group in _groups(rows):
-                file.write_table(pa.Table.from_pylist(group, schema=SCHEMA))
+                file.write_table(_table(group))
         size = partial.stat().st_size
         os.replace(partial, path)
     except BaseException as error:
@@ -92,43 +94,87 @@ def write_file(
     return size
 
 
-def span_list(
-    names: Sequence[str],
-    *,
-    origins: memoryview,
-    starts: memoryview,
-    stops: memoryview,
-    versions: memoryview,
-    text: bytes,
-    begins: memoryview,
-) -> object:
-    """Returns N spans as a row may have them, without an object for each.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpanColumns:
+    """N spans of a sample as a row may have them: without an object for each.
 
-    Args:
-        names: Of the origins.
-        origins: [N], uint32, in `names`.
+    Attributes:
+        origins: [N], uint32: 0 is `prompt`, 1 `sampled`, 2 `observed`.
         starts: [N], uint32.
         stops: [N], uint32.
         versions: [N], uint32: weight versions plus one, or 0 for none.
         text: UTF-8 of all spans.
         begins: [N + 1], uint32: where each begins in it, and the end.
     """
-    count = len(origins)
-    known = pc.subtract(_numbers(pa.uint32(), versions).cast(pa.int64()), 1)
-    columns = [
-        pa.array(names, pa.string()).take(_numbers(pa.uint32(), origins)),
-        _numbers(pa.int32(), starts),
-        _numbers(pa.int32(), stops),
-        pc.if_else(pc.less(known, 0), pa.scalar(None, pa.int64()), known),
-        pa.StringArray.from_buffers(count, pa.py_buffer(begins), pa.py_buffer(text)),
+
+    origins: memoryview
+    starts: memoryview
+    stops: memoryview
+    versions: memoryview
+    text: bytes
+    begins: memoryview
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Returns rows as a table.
+
+    Spans become Arrow's for all rows at once: for each row by itself, it would cost more than the
+    objects do.
+    """
+    spans = [sample["spans"] for row in rows for sample in row["samples"]]
+    if not any(isinstance(each, SpanColumns) for each in spans):
+        return pa.Table.from_pylist(rows, schema=SCHEMA)
+    without = [
+        {**row, "samples": [{**sample, "spans": ()} for sample in row["samples"]]} for row in rows
     ]
-    spans = pa.StructArray.from_arrays(columns, fields=list(_SPANS.value_type))
-    offsets = pa.array([0, count], pa.int32())
-    return pa.ListArray.from_arrays(offsets, spans, type=_SPANS)[0]
+    table = pa.Table.from_pylist(without, schema=SCHEMA)
+    samples = table.column("samples").combine_chunks()
+    kind = SCHEMA.field("samples").type
+    children = [
+        _spans(spans) if field.name == "spans" else samples.values.field(field.name)
+        for field in kind.value_type
+    ]
+    structs = pa.StructArray.from_arrays(children, fields=list(kind.value_type))
+    column = pa.ListArray.from_arrays(samples.offsets, structs, type=kind)
+    return table.set_column(SCHEMA.get_field_index("samples"), SCHEMA.field("samples"), column)
 
 
-def _numbers(kind: pa.DataType, memory: memoryview) -> Any:
-    return pa.Array.from_buffers(kind, len(memory), [None, pa.py_buffer(memory)])
+def _spans(given: Sequence[Any]) -> pa.Array:
+    """Returns the spans of each sample: lists, or `SpanColumns`."""
+    parts: list[pa.Array] = []
+    for as_columns, group in itertools.groupby(given, lambda each: isinstance(each, SpanColumns)):
+        if as_columns:
+            parts.append(_joined(list(group)))
+        else:
+            parts.append(pa.array([span for each in group for span in each], _SPANS.value_type))
+    sizes = (len(each.origins) if isinstance(each, SpanColumns) else len(each) for each in given)
+    offsets = pa.array(itertools.accumulate(sizes, initial=0), pa.int32())
+    return pa.ListArray.from_arrays(offsets, pa.concat_arrays(parts), type=_SPANS)
+
+
+def _joined(samples: Sequence[SpanColumns]) -> pa.Array:
+    """Returns the spans of all samples, one after another."""
+
+    def numbers(kind: pa.DataType, columns: Iterable[memoryview]) -> pa.Array:
+        memory = b"".join(columns)
+        return pa.Array.from_buffers(kind, len(memory) // 4, [None, pa.py_buffer(memory)])
+
+    versions = numbers(pa.uint32(), (each.versions for each in samples)).cast(pa.int64())
+    known = pc.subtract(versions, 1)
+    texts = [
+        pa.StringArray.from_buffers(
+            len(each.origins), pa.py_buffer(each.begins), pa.py_buffer(each.text)
+        )
+        for each in samples
+    ]
+    columns = [
+        pa.array(_ORIGINS, pa.string()).take(numbers(pa.uint32(), (s.origins for s in samples))),
+        numbers(pa.int32(), (each.starts for each in samples)),
+        numbers(pa.int32(), (each.stops for each in samples)),
+        pc.if_else(pc.less(known, 0), pa.scalar(None, pa.int64()), known),
+        pa.concat_arrays(texts),
+    ]
+    return pa.StructArray.from_arrays(columns, fields=list(_SPANS.value_type))
 
 
 def _groups(rows: Iterable[Mapping[str, object]]) -> Iterator[list[Mapping[str, object]]]:
@@ -154,6 +200,7 @@ def _checked(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 _NAMES: Final = frozenset(SCHEMA.names)
+_ORIGINS: Final = ("prompt", "sampled", "observed")
 _SPANS: Final = SCHEMA.field("samples").type.value_type.field("spans").type
 
 

@@ -11,8 +11,8 @@ import pytest
 from treadle.tracing.trajectories import (
     DIRECTORY,
     SCHEMA,
+    SpanColumns,
     remove_files_after,
-    span_list,
     total_bytes,
     write_file,
 )
@@ -52,8 +52,7 @@ def test_spans_may_come_as_numbers_and_one_text(tmp_path: Path) -> None:
 
     encoded = [span["text"].encode() for span in found]
     versions = [span["weight_version"] for span in found]
-    as_numbers = span_list(
-        names,
+    as_numbers = SpanColumns(
         origins=numbers(names.index(span["origin"]) for span in found),
         starts=numbers(span["start"] for span in found),
         stops=numbers(span["stop"] for span in found),
@@ -62,14 +61,16 @@ def test_spans_may_come_as_numbers_and_one_text(tmp_path: Path) -> None:
         begins=numbers(accumulate(map(len, encoded), initial=0)),
     )
     none = numbers(())
-    without = span_list(
-        names, origins=none, starts=none, stops=none, versions=none, text=b"", begins=numbers([0])
+    without = SpanColumns(
+        origins=none, starts=none, stops=none, versions=none, text=b"", begins=numbers([0])
     )
-    rows = [row | {"samples": [sample | {"spans": s}]} for s in (as_numbers, without, found)]
+    rows = [
+        row | {"samples": [sample | {"spans": s}]} for s in (as_numbers, without, found, as_numbers)
+    ]
     write_file(tmp_path, step=1, phase="train", rows=[*rows, {**row, "messages": b"[\xc3\xa9]"}])
     table = pq.read_table(tmp_path / "step-000001-train.parquet")
     read = [samples[0]["spans"] for samples in table.column("samples").to_pylist()]
-    assert read == [found, [], found, sample["spans"]]
+    assert read == [found, [], found, found, sample["spans"]]
     assert table.column("messages").to_pylist()[-1] == "[\u00e9]"
 
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treadle.agent_loop import BoolArray, IntArray, Origin, Tokens, Trajectory
+from treadle.agent_loop import BoolArray, IntArray, Tokens, Trajectory
 from treadle.tracing import FinishedSpan
-from treadle.tracing.trajectories import span_list
+from treadle.tracing.trajectories import SpanColumns
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 from treadle.trainer.policy.types import TokenValues, TrainSequence
 from treadle.trainer.report.rollout import ground_truth
@@ -111,8 +111,7 @@ def _spans(sample: Tokens, decode: Decode, text: bytes, begins: IntArray) -> obj
     if table is None:
         return to_spans(sample, decode)
     origins, starts, stops, versions = table.columns
-    return span_list(
-        [origin.value for origin in Origin],
+    return SpanColumns(
         origins=origins.data,
         starts=starts.data,
         stops=stops.data,
