@@ -7,6 +7,7 @@ import pytest
 from fuzz.engine import fuzz, replay
 from fuzz.inputs import Part, read_corpus, read_input, write_input
 from fuzz.main import main
+from fuzz.make_corpus import MAKERS
 from fuzz.mutate import Edit, Material, mutate
 from fuzz.target import Fell, Target, logged
 from fuzz.targets import TARGETS
@@ -36,6 +37,13 @@ def test_a_target_holds_for_its_corpus_and_its_mutations(name: str) -> None:
         outcome = fuzz(name, target, inputs=INPUTS[name])
     assert outcome.fallen is None, f"{outcome.why}\n{write_input(outcome.fallen)}"
     assert outcome.inputs >= INPUTS[name]
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_corpus_has_what_its_maker_makes(name: str) -> None:
+    made = {stem: write_input(parts) for stem, parts in MAKERS[name]()}
+    missing = made.keys() - read_corpus(name).keys()
+    assert not missing, "run tests/fuzz/make_corpus.py"
 
 
 class _Fragile(Target):
