@@ -162,7 +162,7 @@ async def test_a_server_that_is_added_serves_the_rollout_that_runs(tmp_path: Pat
             )
             assert await loop.turns.get() == {3}
             await asyncio.to_thread(added.wait_ready)
-            await (await pool.reach(added.address))
+            await (await pool.add(added.address))
             # There was one place, and the first trajectory has it still.
             assert await loop.turns.get() == {3}
             loop.tool.set()

@@ -8,7 +8,7 @@ Invariants:
    restarted one only after that server has the present weights.
 3. A server that dies leaves the rotation. A background task restarts it, as often as
    `rollout.max_restarts` allows, while the others continue: a real engine takes minutes to start.
-4. A server that someone else started (`rollout.addresses`, `reach`) is not ours to end. If
+4. A server that someone else started (`rollout.addresses`, `add`) is not ours to end. If
    it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
    is back. What is wrong with it alone costs that server, not the run.
 5. No call samples from weights that are older than those that all servers have: one that was
@@ -273,7 +273,7 @@ class ServerPool:
             weight_version=self._weight_version,
         )
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._generator is not None:
             self._generator.require_weights(self._weight_version)
         for listener in self._listeners:
@@ -385,11 +385,11 @@ class ServerPool:
         silent = set()
         for server, end in zip(servers, ends, strict=True):
             if server.ended.done():
-                await self._bury(server, server.ended.result())
+                await self._remove_ended(server, server.ended.result())
             elif end is None:
                 silent.add(server.name)
             elif end:
-                await self._bury(server, end)
+                await self._remove_ended(server, end)
         return silent
 
     async def _ask_how_it_is(self, server: Server) -> str | None:
@@ -433,10 +433,10 @@ class ServerPool:
             if clock() >= end:
                 for name in silent:
                     cause = f"gave no answer for {limit_s:g} s (rollout.unresponsive_s)"
-                    await self._bury(self._rotation[name], cause)
+                    await self._remove_ended(self._rotation[name], cause)
                 return
 
-    async def _bury(self, server: Server, end: str) -> None:
+    async def _remove_ended(self, server: Server, end: str) -> None:
         await self._remove_with_log(server, f"{server.name} ({server.address}) {end}")
 
     async def _remove_with_log(self, server: Server, cause: str) -> None:
@@ -471,14 +471,14 @@ class ServerPool:
             self._dead[name] = cause
             self._num_lost += 1
         await self._end(server)
-        self._tell()
+        self._notify()
 
     def _forget(self, name: str) -> None:
         self._draining.discard(name)
         self._moved.discard(name)
         self._attached.pop(name, None)
 
-    async def reach(self, address: str) -> "asyncio.Future[None]":
+    async def add(self, address: str) -> "asyncio.Future[None]":
         """Lets in a server that someone else started, once it has answered and fits.
 
         Returns:
@@ -534,7 +534,7 @@ class ServerPool:
         sessions = self._sessions(server)
         if now:
             self._moved.add(name)
-        self._tell()
+        self._notify()
         return sessions
 
     async def _let_leave(self) -> None:
@@ -863,7 +863,7 @@ class ServerPool:
             adding = self._adding.pop(name)
             if not adding.done():
                 adding.set_result(None)
-        self._tell()
+        self._notify()
 
     def _note_given(self) -> None:
         joined = self._attached.keys() & self._rotation.keys()

@@ -618,7 +618,7 @@ async def test_who_waits_for_a_change_is_told_of_servers_that_end_and_that_start
         launcher.may_serve.clear()
         assert await pool.ensure_healthy()
         waiting = asyncio.create_task(pool.wait_for_change())
-        adding = await pool.reach(ELSEWHERE)
+        adding = await pool.add(ELSEWHERE)
         await waiting
         await pool.ensure_healthy()
         assert adding.done() and pool.names == ["attached-0", "rollout-1"]
@@ -643,7 +643,7 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         with pytest.raises(ProcessError, match="only server that takes new sessions"):
             pool.drain("rollout-0")
         pool.begun.clear()
-        adding = await pool.reach(ELSEWHERE)
+        adding = await pool.add(ELSEWHERE)
         await pool.until_reached()
         assert [row.state for row in pool.rows()] == ["serving", "starting"]
         await pool.ensure_healthy()
@@ -652,7 +652,7 @@ async def test_servers_are_added_and_drained_while_the_run_goes_on(generator: _G
         pool.versions[ELSEWHERE] = 2
         assert told[-1] == Routes(serving=(ELSEWHERE, "127.0.0.1:1"), weight_version=2)
         with pytest.raises(ProcessError, match="is a server of this run already"):
-            await pool.reach(ELSEWHERE)
+            await pool.add(ELSEWHERE)
 
         generator.sessions = 2
         assert pool.drain("127.0.0.1:1") == 2
@@ -680,14 +680,14 @@ async def test_a_server_that_does_not_fit_is_refused_and_the_run_continues(
         await pool.sync_weights(2)
         pool.versions[ELSEWHERE] = 9
         with pytest.raises(ProcessError, match=r"holds weight version 9, and this run's is 2: "):
-            await pool.reach(ELSEWHERE)
+            await pool.add(ELSEWHERE)
         pool.versions[ELSEWHERE] = WeightSyncError("wrong token", Outcome.FATAL)
         with pytest.raises(ProcessError, match=r"wrong token. Start the server with the token"):
-            await pool.reach(ELSEWHERE)
+            await pool.add(ELSEWHERE)
         pool.versions[ELSEWHERE] = 0
         publisher.refusing = ["attached-2"]
         pool.begun.clear()
-        adding = await pool.reach(ELSEWHERE)
+        adding = await pool.add(ELSEWHERE)
         await pool.until_reached()
         await pool.ensure_healthy()
         with pytest.raises(ProcessError, match="no server took it"):
@@ -785,7 +785,7 @@ class _Run(RuleBasedStateMachine):
     def add(self) -> None:
         async def add() -> None:
             self.added += 1
-            serves = await self.pool.reach(f"10.0.0.{self.added}:8000")
+            serves = await self.pool.add(f"10.0.0.{self.added}:8000")
             serves.add_done_callback(lambda done: done.cancelled() or done.exception())
 
         self.loop.run_until_complete(add())

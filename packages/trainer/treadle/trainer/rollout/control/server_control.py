@@ -99,10 +99,10 @@ class _Control:
 
     async def _add(self, name: str, address: str) -> None:
         try:
-            reached = await self._pool.reach(address)
+            serves = await self._pool.add(address)
             text = f"{address} fits; it gets the weights and serves once the policy is at rest"
             await self._answer(name, "accepted", text)
-            await reached
+            await serves
         except ProcessError as error:
             await self._answer(name, "refused", str(error))
         else:

@@ -23,7 +23,7 @@ class Pool:
     asked: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     drained: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def reach(self, address: str) -> "asyncio.Future[None]":
+    async def add(self, address: str) -> "asyncio.Future[None]":
         return asyncio.get_running_loop().create_future()  # until the step ends
 
     def rows(self) -> Sequence[ServerRow]:
