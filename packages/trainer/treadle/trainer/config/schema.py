@@ -532,7 +532,7 @@ class ScheduleConfig(StepsConfig):
     the others are carried over. async: sampling never stops while staleness stays within
     max_staleness."""
     surplus: Annotated[float, Field(ge=0)] = 0.5
-    """stream: how many more groups are in work than a step trains on, as a share of
+    """stream: how many more groups are in progress than a step trains on, as a share of
     data.prompts_per_step."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """async: how many versions behind the weights may be that a group began with, when a step
