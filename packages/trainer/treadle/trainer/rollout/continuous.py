@@ -6,7 +6,7 @@ Invariants:
    that was in flight when the last server died, and one that failed while servers were replaced,
    is attempted again.
 2. At most `rollout.max_in_flight` tasks per server are in flight; the source is asked for the next
-   one when a place is free (`RolloutRunner`). What is held here is bounded by what the source has
+   one when a slot is free (`RolloutRunner`). What is held here is bounded by what the source has
    given and not got back.
 3. Servers are replaced in `recover` only, which the caller calls while the policy holds the weights
    that the servers are to have. While the policy trains, its weights have no version.
@@ -56,7 +56,7 @@ class ContinuousRollout:
         routed_experts: Whether trajectories have the experts of their rows.
         span_attributes: See `RolloutRunner`.
         troubled: Set while `recover` has something to do.
-        idle_s: Seconds in which a place was free and the source had nothing to run.
+        idle_s: Seconds in which a slot was free and the source had nothing to run.
     """
 
     rollout: Rollout
