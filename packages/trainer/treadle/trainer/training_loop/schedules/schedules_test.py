@@ -22,6 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.schedules.group_queue import (
     GroupQueue,
     QueueState,
@@ -260,12 +261,23 @@ def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_group_that_was_kept_is_as_it_was(tmp_path: Path) -> None:
-    kept = Waiting(number=0, birth=0, group=group_of(0))
+@pytest.mark.parametrize("of_a_worker", [False, True])
+async def test_a_group_that_was_kept_is_as_it_was(tmp_path: Path, of_a_worker: bool) -> None:
+    group = group_of(0)
+    if of_a_worker:
+        sent = pickle.dumps([pack_trajectory(t, t.task) for t in group.trajectories], protocol=5)
+        pairs = zip(pickle.loads(sent), group.trajectories, strict=True)
+        arrived = tuple(unpack_trajectory(packed, t.task, {}) for packed, t in pairs)
+        group = replace(group, trajectories=arrived)
+    kept = Waiting(number=0, birth=0, group=group)
     store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
     store.save(kept)
     await store.flush()
-    assert store.load(0) == kept
+    found = store.load(0)
+    assert found is not None
+    sources = [t.source for each in (kept, found) for t in each.group.trajectories]
+    assert [source and source.is_made for source in sources] == [False if of_a_worker else None] * 4
+    assert found == kept == replace(kept, group=group_of(0))
 
 
 def test_a_group_that_cannot_be_kept_ends_no_run(tmp_path: Path) -> None:
