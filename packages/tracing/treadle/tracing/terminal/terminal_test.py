@@ -125,18 +125,16 @@ async def test_trajectories_are_filtered_and_opened(run_dir: Path) -> None:
 async def test_the_row_that_was_chosen_is_opened_though_the_table_has_shrunk(run_dir: Path) -> None:
     app = RunApp([run_dir])
     async with app.run_test(size=(160, 40)) as pilot:
-        await settle(pilot)
+        await settle(pilot, lambda: said(app) == "1 to 54 of 54")
         table = app.query_one(DataTable)
         last = table.row_count - 1
         step, phase, task_id, sample = (str(cell) for cell in table.get_row_at(last)[:4])
         key = table.coordinate_to_cell_key(Coordinate(last, 0)).row_key
-        app.query_one("#filter", Input).value = "phase=train step=3"
-        await pilot.press("slash", "enter")
-        await settle(pilot)
+        await filter_by(app, pilot, "phase=train step=3")
+        await settle(pilot, lambda: table.row_count < last)
         assert table.row_count < last
         table.post_message(DataTable.RowSelected(table, last, key))  # was on its way
-        await pilot.pause()
-        await settle(pilot)
+        await settle(pilot, lambda: isinstance(app.screen, ConversationScreen))
         assert isinstance(app.screen, ConversationScreen)
         shown = str(app.screen.query_one("#conversation", Static).render())
         assert f"step {step}  {phase}  {task_id}  rollout {sample}" in shown
