@@ -1,4 +1,12 @@
-"""The driver's end of one loop worker: its process, its connection and its signs of life."""
+"""The driver's end of one loop worker: its process, its connection and its signs of life.
+
+`start_worker` starts the process, connects to it, sends `Setup` and waits for `Ready`. From then on
+`on_message` is called with what the worker sends, and `on_end` when its connection or its process
+ends.
+
+Who waits: `start_worker`, for the ready file and for `Ready`, each up to `launch.start_deadline_s`;
+a task for the end of the process.
+"""
 
 import asyncio
 import logging
@@ -8,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from treadle.trainer.launch.environment import thread_variables
@@ -19,6 +28,7 @@ from treadle.trainer.launch.process import (
     ProcessSpec,
     wait_until_ended,
 )
+from treadle.trainer.launch.run_tls import RunTls
 from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
 from treadle.trainer.policy.driver_connection import connect_to_rank, tls_arguments
 from treadle.trainer.policy.signs_of_life import beat_s
@@ -177,22 +187,11 @@ async def start_worker(
         on_end(worker, problem)
 
     try:
-        host, _, port = (await process.ready(deadline_s)).rpartition(":")
+        address = await process.ready(deadline_s)
         async with asyncio.timeout(deadline_s):
-            given_up = threading.Event()
-            connect = partial(
-                connect_to_rank,
-                host,
-                int(port),
-                key,
-                deadline_s=deadline_s,
-                given_up=given_up,
-                tls=launcher.tls,
+            connection = await _connect(
+                process, address, key, deadline_s=deadline_s, tls=launcher.tls
             )
-            try:
-                connection = await _unless_ended(process, asyncio.to_thread(connect))
-            finally:
-                given_up.set()
             worker.link = Link(connection, on_message=take, on_end=end)
             worker.send(setup)
             await worker.setup_done
@@ -216,6 +215,27 @@ async def _watch(process: Process, end: Callable[[None], None]) -> None:
     await process.wait()
     await asyncio.sleep(_LAST_WORDS_S)  # else the connection ends first, after what it sent last
     end(None)
+
+
+async def _connect(
+    process: Process, address: str, key: bytes, *, deadline_s: float, tls: RunTls | None
+) -> "Connection[Any, Any]":
+    """Connects to a worker that listens.
+
+    Raises:
+        AuthenticationError: It does not know the key.
+        EOFError: It ended first.
+        OSError: It cannot be reached.
+    """
+    host, _, port = address.rpartition(":")
+    given_up = threading.Event()
+    connect = partial(
+        connect_to_rank, host, int(port), key, deadline_s=deadline_s, given_up=given_up, tls=tls
+    )
+    try:
+        return await _unless_ended(process, asyncio.to_thread(connect))
+    finally:
+        given_up.set()
 
 
 async def _unless_ended(process: Process, connecting: Coroutine[Any, Any, _T]) -> _T:
