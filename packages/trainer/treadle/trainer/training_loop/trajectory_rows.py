@@ -88,8 +88,9 @@ def make_rows(
 def _text(trajectory: Trajectory, decode: Decode) -> StoredText:
     """Returns what the worker of a trajectory has made, or makes it."""
     source = trajectory.source
-    if isinstance(source, PackedMessages) and source.text is not None:
-        return source.text
+    made = source.text() if isinstance(source, PackedMessages) else None
+    if made is not None:
+        return made
     return stored_text(trajectory, decode, response_characters=SNIPPET_CHARACTERS)
 
 

@@ -23,6 +23,7 @@ is no plain value, all are pickled as they are, and made at once.
 import io
 import pickle
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -148,14 +149,14 @@ class PackedMessages(MessageSource):
 
     Args:
         given: Those that the task began with, which come first.
-        packed: The others.
+        packed: The others, and the text for the trajectory files if the worker has made it.
+            Compressed, since the text says most of what the messages say.
         known: Images, for the numbers in `packed`.
         exchange: See `MessageSource`.
         shown: Numbers of the images that the messages show.
-        text: For the trajectory files, if the worker has made it. Pickles leave it out.
     """
 
-    __slots__ = ("_given", "_known", "_packed", "_shown", "text")
+    __slots__ = ("_given", "_known", "_packed", "_shown")
 
     def __init__(
         self,
@@ -164,19 +165,25 @@ class PackedMessages(MessageSource):
         known: tuple[Image, ...],
         exchange: Exchange,
         shown: tuple[int, ...],
-        text: StoredText | None = None,
     ) -> None:
         super().__init__(exchange, tuple(known[number] for number in shown))
         self._given = given
         self._packed = packed
         self._known = known
         self._shown = shown
-        self.text = text
 
     def make(self) -> tuple[Message, ...]:
         """Returns the messages."""
-        apart = _PlainUnpickler(io.BytesIO(self._packed)).load()
+        apart, _ = self._unpacked()
         return (*self._given, *_messages(apart, self._known))
+
+    def text(self) -> StoredText | None:
+        """Returns the text for the trajectory files; None if the worker has not made it."""
+        _, text = self._unpacked()
+        return None if text is None else StoredText.of_plain(text)
+
+    def _unpacked(self) -> Any:
+        return _PlainUnpickler(io.BytesIO(zlib.decompress(self._packed))).load()
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         given = (self._given, self._packed, self._known, self.exchange, self._shown)
@@ -225,7 +232,9 @@ def _packed(
 
     messages = _messages_apart(trajectory.messages[kept:], number)
     samples = [_tokens_apart(tokens, number) for tokens in trajectory.samples]
-    packed = None if isinstance(messages, tuple) else _plain(messages)
+    packed = None
+    if not isinstance(messages, tuple):
+        packed = _plain((messages, None if stored is None else stored.plain()))
     exchange = trajectory.exchange
     shown = () if packed is None else tuple(dict.fromkeys(map(number, trajectory.images)))
     flat = (
@@ -236,7 +245,6 @@ def _packed(
         samples,
         messages if packed is None else PickleBuffer(packed),
         shown,
-        None if stored is None or packed is None else _text_apart(stored),
         error,
         text,
         [(image.mime, PickleBuffer(image.data)) for image in list(numbers)[first:]],
@@ -266,7 +274,7 @@ def unpack_trajectory(
         )
         problem.__traceback__ = None  # as in `pack_trajectory`
         return Trajectory.failed(task, cause)
-    columns, other, kept, took_part, samples, messages, shown, stored, error, text, others = flat
+    columns, other, kept, took_part, samples, messages, shown, error, text, others = flat
     if error is not None:
         error.__cause__ = WorkerTraceback(text)
     images = _images_of(task)
@@ -283,39 +291,19 @@ def unpack_trajectory(
         return Trajectory(**values, messages=every)
     called, answered, by_user = took_part
     exchange = Exchange(tools_called=called, tools_answered=answered, user_answered=by_user)
-    source = PackedMessages(
-        given,
-        bytes(messages),
-        tuple(images),
-        exchange,
-        shown,
-        None if stored is None else _text(stored),
-    )
+    source = PackedMessages(given, bytes(messages), tuple(images), exchange, shown)
     return Trajectory.of_source(source, **values)
 
 
-def _text_apart(text: StoredText) -> list[Any]:
-    spans = [(PickleBuffer(joined), begins) for joined, begins in text.spans]
-    return [PickleBuffer(text.messages), text.response, spans]
-
-
-def _text(apart: list[Any]) -> StoredText:
-    messages, response, spans = apart
-    return StoredText(
-        messages=bytes(messages),
-        response=response,
-        spans=tuple((bytes(joined), begins) for joined, begins in spans),
-    )
-
-
 def _plain(apart: object) -> bytes | None:
-    """Returns a pickle of plain values; None if some are of a class, which the driver may lack."""
+    """Returns plain values, packed; None if some are of a class, which the driver may lack."""
     written = io.BytesIO()
     try:
         _PlainPickler(written, protocol=5).dump(apart)
     except _NotPlainError:
         return None
-    return written.getvalue()
+    # The fastest level: the next ones take longer and save a tenth.
+    return zlib.compress(written.getvalue(), level=1)
 
 
 def _images_of(task: AgentTask) -> list[Image]:
