@@ -6,7 +6,8 @@ does before it computes: receive, and make sequences of what came::
 
     ./pants run benchmarks/data_plane.py -- --rounds 5
 
-A trajectory has tokens, and messages with as many characters per token as `--characters` says.
+A trajectory has tokens, messages with as many characters per token as `--characters` says, and the
+text for the trajectory files. The characters are random digits: other text takes less on the wire.
 Nothing is traced.
 
 The time begins when the workers hold their trajectories and ends when the last rank has its
@@ -47,6 +48,7 @@ from treadle.trainer.policy.shards import Outgoing, assign, from_frames
 from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import Asks, Ended
+from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text
 from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
@@ -274,17 +276,20 @@ def work(
         trajectory(row, sample, length, characters) for row in rows for sample in range(SAMPLES)
     ]
     connection.send("ready")
-    asyncio.run(send_all(connection, made))
+    asyncio.run(send_all(connection, made, characters))
 
 
-async def send_all(connection: Connection[Any, Any], made: Sequence[Trajectory]) -> None:
+async def send_all(
+    connection: Connection[Any, Any], made: Sequence[Trajectory], characters: float
+) -> None:
     """Waits until it is asked, sends all trajectories, and waits until the driver has them."""
     asked, over = asyncio.Event(), asyncio.Event()
     link = Link(connection, on_message=lambda _: asked.set(), on_end=lambda _: over.set())
     await asked.wait()
     for each in made:
         number = each.task.sample_index * SAMPLES + each.task.rollout_index
-        link.send(Ended(1, number, pack_trajectory(each, each.task), (), 1))
+        packed = pack_trajectory(each, each.task, text_of(each, characters))
+        link.send(Ended(1, number, packed, (), 1))
     await over.wait()
 
 
@@ -326,6 +331,14 @@ def trajectory(row: int, sample: int, length: int, characters: float) -> Traject
         stop=StopReason.FINISHED,
         reward=float(sample % 2),
     )
+
+
+def text_of(made: Trajectory, characters: float) -> StoredText:
+    """Returns what a worker makes for the trajectory files; a span says what a message says."""
+    prompt = made.tokens.spans[0].stop
+    asked = random.randbytes(round(characters * prompt / 2)).hex()
+    spans = iter([asked, *(message.content for message in made.messages[1:])])
+    return stored_text(made, lambda _: next(spans), response_characters=2000)
 
 
 def memory(name: str) -> int:
