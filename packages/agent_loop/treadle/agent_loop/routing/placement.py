@@ -290,9 +290,7 @@ class StickySession(SessionTable):
 
     def _least_accepting(self, avoid: Collection[str]) -> list[ReplicaEntry]:
         """Returns the least loaded replica that accepts sessions; [] if none does."""
-        least = self._by_load.least()
-        if least is None or least.draining or least.address in avoid:
-            least = self._least(self._accepting(avoid))
+        least = self._by_load.least_of(lambda r: not r.draining and r.address not in avoid)
         return [] if least is None else [least]
 
     def _least(self, replicas: list[ReplicaEntry]) -> ReplicaEntry | None:

@@ -1,12 +1,14 @@
 """Properties of the routing policies."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from treadle.agent_loop.routing import session_table
 from treadle.agent_loop.routing.placement import HashedSession, Router, StickySession
 from treadle.agent_loop.routing.session_table import (
     NoReplica,
@@ -218,8 +220,10 @@ STEPS = st.sampled_from(["drop", "up", "up", "grow", "down"])
 
 
 @settings(deadline=None)
-@given(st.lists(st.tuples(STEPS, st.integers(0, 3))))
-def test_the_first_replica_is_known_without_a_search(steps: list[tuple[str, int]]) -> None:
+@given(st.lists(st.tuples(STEPS, st.integers(0, 3))), st.sets(st.integers(0, 3)))
+def test_the_first_replica_is_known_without_a_search(
+    steps: list[tuple[str, int]], avoid: set[int]
+) -> None:
     orders = {key: ReplicaOrder(key) for key in (by_load, by_room)}
     there = dict[int, ReplicaEntry]()
     for number, (step, which) in enumerate(steps):
@@ -243,6 +247,11 @@ def test_the_first_replica_is_known_without_a_search(steps: list[tuple[str, int]
         for key, order in orders.items():
             ranked = sorted((key(each), each.number, which) for which, each in there.items())
             assert order.least() is (there[ranked[0][2]] if ranked else None)
+            left = [which for _, _, which in ranked if which not in avoid]
+            for share in (1, 16):
+                with patch.object(session_table, "_PASSED_SHARE", share):
+                    found = order.least_of(lambda r: int(r.address) not in avoid)
+                assert found is (there[left[0]] if left else None)
 
 
 def test_the_oldest_that_waits_is_known_without_a_search() -> None:
