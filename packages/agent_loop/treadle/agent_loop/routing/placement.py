@@ -265,9 +265,9 @@ class StickySession(SessionTable):
     def _stay_or_move(
         self, session: RoutedSession, placed: ReplicaEntry, avoid: Collection[str]
     ) -> str | NoReplica:
-        # The least load of all replicas bounds that of the others: most turns need no search.
-        least = self._by_load.least()
-        if least is None or len(placed.sessions) - 1 - len(least.sessions) <= self._margin:
+        # The least load of those that may be chosen is a bound: most turns need no search.
+        bound = self._least_accepting(avoid)
+        if not bound or len(placed.sessions) - 1 - len(bound[0].sessions) <= self._margin:
             return placed.address
         accepting = self._accepting(avoid)
         others = [r for r in accepting if r is not placed and self._has_room(r, session)]
