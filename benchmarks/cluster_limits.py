@@ -1,10 +1,10 @@
-"""What a run's processes cost on this machine, and how many servers each carries.
+"""The cost of a run's processes on this machine, and the number of servers that each carries.
 
 Measured, in CPU time: the driver's server pool over real gRPC, and a turn at a loop worker, at the
-driver that hands tasks out and takes trajectories, and at the router (`loop_workers`). Of the pool,
-each server has an address of the loopback network, and one process (`null_server`) answers at all
-of them; servers' processes are simulated. No weights are sent: an update is what the pool does
-around one, and the round's two calls to each server count as two looks.
+driver that hands tasks out and takes trajectories, and at the router (`loop_workers`). For the
+pool, each server has an address of the loopback network, and one process (`null_server`) answers at
+all of them; the processes of servers are simulated. No weights are sent: an update is what the pool
+does around one, and the round's two calls to each server count as two looks.
 
 From these and a simulated run (`schedule_sim`) follows the share of a core that each process takes.
 """
@@ -37,14 +37,14 @@ _SCRIPT = Script(call=(1,), last=(1,), turns=1)  # nothing is sampled
 _HUNDREDTH = 100
 _WORKER = "a loop worker"
 _TOKEN_BYTES = 14
-"""Of the driver, for a token of a batch and its trajectory, with text (`data_plane`)."""
+"""The driver holds as much for a token of a batch and its trajectory, with text (`data_plane`)."""
 _TASK_BYTES = 1700
-"""Of the driver, for a task in flight (`loop_workers --in_flight`)."""
+"""The driver holds as much for a task in flight (`loop_workers --in_flight`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """What was measured on this machine.
+    """The costs that were measured on this machine.
 
     Attributes:
         worker_ms: CPU milliseconds of a turn at a loop worker.
@@ -64,7 +64,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a run takes of its processes.
+    """The load of a run on its processes.
 
     Attributes:
         workers: Loop workers that are busy all the time.
@@ -92,7 +92,7 @@ class Limits:
 
 
 def limits_of(run: Run, servers: int, in_flight: int, costs: Costs) -> Limits:
-    """Returns what a run takes, and how many servers each process carries."""
+    """Returns the load of a run, and the number of servers that each process carries."""
     workers = run.turns_per_s * costs.worker_ms / 1000
     trajectories = run.turns_per_s * costs.driver_ms / 1000
     pool = costs.pool_ms * servers / 1000 / run.step_s

@@ -237,7 +237,7 @@ class Call:
 
 
 Event: TypeAlias = Live | Call
-"""What happens next: a session sends a turn, or a call is complete."""
+"""A session sends a turn, or a call is complete."""
 
 
 @dataclass(slots=True)

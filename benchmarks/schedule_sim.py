@@ -1,10 +1,10 @@
 """A training run in simulated time: schedule, server pool and router of a run, simulated servers.
 
-What a run executes: the rules of the schedules (`schedules/rules.py`) and their queue of groups;
+A run's own code: the rules of the schedules (`schedules/rules.py`) and their queue of groups;
 `ServerPool`, which starts the servers, shakes hands, looks at them, replaces those that die, and
 gives weights (`UpdateRound`); the routing service, its queue and policy, which `RunRouter` tells of
-the servers. What is simulated: processes, calls and bytes (`simulated_cluster`), and what servers
-sample and tools take (`routing_sim`). All share one clock (`simulated_time`).
+the servers. Simulated are processes, calls and bytes (`simulated_cluster`), and the times of
+servers and tools (`routing_sim`). All share one clock (`simulated_time`).
 
 The moves are those of a run that samples beside training: the pool is looked at before a step waits
 for its batch, and whenever a server ended or has started while it waits. A step of training takes

@@ -45,7 +45,7 @@ _WEIGHT = TensorSpec(name="weight", shape=(1,), element_type="bfloat16", sender=
 
 
 class Network:
-    """Who answers at which address."""
+    """The simulated processes by address, and the calls to them."""
 
     def __init__(self) -> None:
         numbers = itertools.product(range(256), range(256), range(1, 255))
@@ -59,7 +59,7 @@ class Network:
         return address
 
     def close(self, address: str) -> None:
-        """Lets nobody answer at an address."""
+        """Takes the process at an address away."""
         self._at.pop(address, None)
 
     async def call(self, address: str, method: str, request: object) -> Any:
@@ -85,7 +85,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class _Channel:
-    """What the generated stubs use of a channel."""
+    """A channel, as far as the generated stubs use it."""
 
     network: Network
     address: str
@@ -104,7 +104,7 @@ class _Channel:
 
 @dataclass(slots=True, eq=False)
 class SimulatedServer:
-    """What the pool asks of a rollout server.
+    """A rollout server, as far as the pool asks it.
 
     Attributes:
         number: Of the replica.

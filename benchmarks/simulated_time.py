@@ -1,7 +1,7 @@
 """Simulated time: an event loop whose clock jumps to the next timer when no task can continue.
 
-What runs on it waits for timers and for other tasks only. Nothing is read from a socket or a file
-descriptor, so code that does would wait for ever; a run in which nothing is left to happen is an
+Its tasks wait for timers and for each other only. Nothing is read from a socket or a file
+descriptor: a task that waits for one would wait forever. A run in which no timer is left is an
 error.
 
     run(main())

@@ -1,4 +1,4 @@
-"""What the server of the torch engine would refuse, a run refuses before it starts anything."""
+"""Settings that the torch engine's server refuses are refused before a run starts anything."""
 
 import asyncio
 from typing import Any

@@ -76,7 +76,7 @@ class SampleReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Who took part in a conversation, after the messages that its task began with.
+    """The participants of a conversation, after the messages that its task began with.
 
     Attributes:
         tools_called: Names in the calls of the model, each once, in the order of the calls.
@@ -104,8 +104,8 @@ class MessageSource(FieldSource[tuple[Message, ...]]):
     """Makes the messages of a trajectory that came from another process.
 
     Args:
-        exchange: What the messages say about who took part.
-        images: What they show, each image once.
+        exchange: The participants.
+        images: The images of the messages, each once.
     """
 
     __slots__ = ("exchange", "images")
@@ -214,7 +214,7 @@ class Trajectory(LateField[MessageSource]):
 
     @property
     def exchange(self) -> Exchange:
-        """Who took part after the task's messages; known without making `messages`."""
+        """The participants after the task's messages; known without making `messages`."""
         if self.source is not None:
             return self.source.exchange
         return Exchange.of(self.messages[len(self.task.messages) :])

@@ -1,6 +1,6 @@
 """A field of a frozen dataclass that is made when it is first read.
 
-What crosses a process is bytes, and most of it is never looked at as objects: so the spans of
+A trajectory comes from another process as bytes, and most of it is never read: so the spans of
 tokens and the messages of a trajectory stay as they came until somebody reads them.
 
 Invariants:
@@ -80,7 +80,7 @@ class LateField(Generic[S]):
 
     @property
     def source(self) -> S | None:
-        """What makes the field; None if the object had it from the start."""
+        """The source of the field; None if the object had it from the start."""
         try:
             return self._source
         except AttributeError:

@@ -139,7 +139,7 @@ class LocalProcess:
                 while not self._ready_path.exists():
                     assert self._child is not None
                     if (status := self._child.returncode) is not None:
-                        # What exits by itself has refused its input, and would again.
+                        # A process that exits with a status has refused its input, and would again.
                         kind = LostProcessError if status < 0 else ProcessError
                         raise kind(
                             f"{self.name} {self.describe_end(status)} before it served; "

@@ -18,7 +18,7 @@ __all__ = ["StoredText", "stored_text", "to_json"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredText:
-    """What a row says in words; UTF-8.
+    """The text of a row; UTF-8.
 
     Attributes:
         messages: The column of this name: JSON.
@@ -37,7 +37,7 @@ class StoredText:
 
     @classmethod
     def of_plain(cls, values: tuple[Any, ...]) -> Self:
-        """Returns what `plain` was called of."""
+        """Returns the text of which `plain` returned these values."""
         messages, response, spans = values
         made = tuple((text, IntArray.of_buffer(begins)) for text, begins in spans)
         return cls(messages=messages, response=response, spans=made)
