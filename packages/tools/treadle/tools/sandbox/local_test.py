@@ -199,19 +199,18 @@ async def test_places_and_queue_are_bounded_and_a_cancelled_program_frees_its_pl
 
 
 async def test_warm_interpreters_have_the_libraries_and_serve_once(user_namespaces: None) -> None:
-    pids = set()
     async with LocalSandbox(places=1, warm=1, packages=("sympy",), preload=("sympy",)) as sandbox:
         for _ in range(2):
             await sandbox.until_warm()
             execution = await run(
                 sandbox,
-                "import os, sys\nprint('sympy' in sys.modules, os.readlink('/proc/self/ns/pid'))\n"
+                # Not by the number of its namespace, which the kernel soon gives to another one.
+                "import os, sys\nprint('sympy' in sys.modules, hasattr(sys, 'served'))\n"
+                "print(os.listdir('/tmp/run'))\nsys.served = True\nopen('/tmp/run/mark', 'w')\n"
                 "import sympy\nprint(sympy.factor(sympy.Symbol('x') ** 2 - 1))",
             )
-            imported, namespace, factors = execution.stdout.split(maxsplit=2)
-            assert (execution.warm, imported, factors) == (True, "True", "(x - 1)*(x + 1)\n")
-            pids.add(namespace)
-        assert len(pids) == 2
+            assert execution.warm
+            assert execution.stdout == "True False\n['main.py']\n(x - 1)*(x + 1)\n"
         assert sandbox.stats().started_warm == 2
 
 
