@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,27 @@ def remember_workers(
 
     monkeypatch.setattr(sandbox, "_start", remember)
     return started
+
+
+@pytest.fixture(autouse=True)
+def namespaces_kept(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Keeps each worker's pid namespace until its test has ended.
+
+    Else the kernel gives its number to the next one, which may be another run's on this host:
+    `processes_in` would find that one's processes.
+    """
+    with contextlib.ExitStack() as kept:
+        start = sandbox._start
+
+        async def start_and_keep(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+            begun = await start(launcher, preload=preload)
+            with contextlib.suppress(OSError):  # it has ended, or nobody may look at it
+                namespace = os.open(f"/proc/{begun._pid}/ns/pid", os.O_RDONLY)
+                kept.callback(os.close, namespace)
+            return begun
+
+        monkeypatch.setattr(sandbox, "_start", start_and_keep)
+        yield
 
 
 async def test_a_fork_bomb_stays_small_and_leaves_nothing(sandbox: LocalSandbox) -> None:
