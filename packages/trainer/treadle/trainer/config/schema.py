@@ -310,8 +310,9 @@ class RolloutConfig(Section):
     """With release_memory: restore the weights, update them, and only then restore the KV cache, so
     that the cache takes no memory during the update. False: restore both before the update."""
     max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts per run of servers that died. After that the run continues with
-    the remaining replicas, and fails when none remains."""
+    """Maximum number of restarts per run of servers that died, or were killed while they started.
+    After that the run continues with the remaining replicas, and fails when none remains, or when
+    one that is killed has never served."""
     unresponsive_s: Seconds = 60.0
     """If no server answers, the run waits this long for one; then they count as dead, are ended and
     started again. So long a loop worker, their router or a server of someone else may be silent,

@@ -34,17 +34,29 @@ _LITTLE = 64 << 10
 """Bytes of free disk below which a log may have lost its end."""
 # A killed process ends at once, unless the kernel waits for a disk or a device.
 KILLED_S = 10.0
+_SIGNALS = range(1, 65)
 _log = logging.getLogger(__name__)
 
 
 def describe_exit(status: int) -> str:
     """Returns `exited with status 3`, or the name of the signal that ended the process."""
-    if status >= 0:
-        return f"exited with status {status}"
+    if status < 0:
+        return f"was ended by {_name_of(-status)}"
+    if status - 128 in _SIGNALS:
+        return f"exited with status {status}, as after {_name_of(status - 128)}"
+    return f"exited with status {status}"
+
+
+def _name_of(number: int) -> str:
     try:
-        return f"was ended by {signal.Signals(-status).name}"
+        return signal.Signals(number).name
     except ValueError:
-        return f"was ended by signal {-status}"
+        return f"signal {number}"
+
+
+def _was_killed(status: int) -> bool:
+    """Whether a signal ended a process, or what it ran: a shell then exits with 128 + n."""
+    return status < 0 or status - 128 in _SIGNALS
 
 
 def read_tail(path: Path, lines: int) -> str:
@@ -139,8 +151,8 @@ class LocalProcess:
                 while not self._ready_path.exists():
                     assert self._child is not None
                     if (status := self._child.returncode) is not None:
-                        # A process that exits with a status has refused its input, and would again.
-                        kind = LostProcessError if status < 0 else ProcessError
+                        # A process that exits by itself has refused its input, and would again.
+                        kind = LostProcessError if _was_killed(status) else ProcessError
                         raise kind(
                             f"{self.name} {self.describe_end(status)} before it served; "
                             f"{self.log_path} ends with:\n{await self.log_tail()}"

@@ -161,11 +161,20 @@ async def test_a_child_that_fails_is_quoted(program: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.asyncio
-async def test_a_child_that_is_killed_before_it_serves_is_lost(tmp_path: Path) -> None:
-    kills_itself = (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)")
+@pytest.mark.parametrize(
+    ("command", "end"),
+    [
+        ("kill -9 $$", "was ended by SIGKILL"),
+        ("exit 137", "exited with status 137, as after SIGKILL"),
+    ],
+)
+async def test_a_child_that_is_killed_before_it_serves_is_lost(
+    command: str, end: str, tmp_path: Path
+) -> None:
+    killed = ProcessSpec(name="child", module="", command=("sh", "-c", command))
     async with LocalLauncher(tmp_path / "logs") as launcher:
-        process = await launcher.start(ProcessSpec(name="child", module="", command=kills_itself))
-        with pytest.raises(LostProcessError, match="child was ended by SIGKILL on node"):
+        process = await launcher.start(killed)
+        with pytest.raises(LostProcessError, match=f"child {end} on node"):
             await process.ready(_LONG_S)
 
 

@@ -14,7 +14,13 @@ from typing import Any
 import pytest
 import ray
 
-from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.trainer.config.schema import (
+    Config,
+    DataConfig,
+    ModelConfig,
+    RayLaunchConfig,
+    RolloutConfig,
+)
 from treadle.trainer.launch.process import (
     LostProcessError,
     ProcessError,
@@ -23,6 +29,7 @@ from treadle.trainer.launch.process import (
 )
 from treadle.trainer.launch.ray import RayLauncher, gpus_of_nodes
 from treadle.trainer.launch.topology import Devices
+from treadle.trainer.rollout.server_pool import ServerPool
 
 _PROGRAM = """
 import argparse, os, signal, sys
@@ -75,6 +82,21 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         killed = await launcher.start(ProcessSpec(name="killed", module="", command=kills_itself))
         with pytest.raises(LostProcessError, match="killed was ended by SIGKILL on node"):
             await killed.ready(300)
+
+        # So the pool starts a server again that is killed while it first starts.
+        command = (
+            'for ready; do :; done; case "$ready" in */rollout-0.ready) kill -KILL $$;; esac; '
+            """echo '{"address": "127.0.0.1:1"}' > "$ready.partial"; """
+            'mv "$ready.partial" "$ready"; exec sleep 1000'
+        )
+        servers = Config(
+            data=DataConfig(train_files=(Path("t.jsonl"),)),
+            model=ModelConfig(path=Path("/m")),
+            rollout=RolloutConfig(server_command=("sh", "-c", command, "server"), max_restarts=1),
+        )
+        async with ServerPool(launcher, servers) as pool:
+            assert pool.take_metrics()["servers/restarted"] == 1
+        assert "rollout server lost: rollout-0 was ended by SIGKILL on node" in caplog.text
 
         # An actor that stands still answers nothing; nobody waits for it for ever.
         still = await launcher.start(_spec("still"))

@@ -8,6 +8,8 @@ Invariants:
    restarted one only after that server has the present weights.
 3. A server that dies leaves the rotation. A background task restarts it, as often as
    `rollout.max_restarts` allows, while the others continue: a real engine takes minutes to start.
+   One that is killed before it first served is started again within the same limit. One that exits
+   by itself then has refused its settings, and ends the run.
 4. A server that someone else started (`rollout.addresses`, `add`) is not ours to end. If
    it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
    is back. What is wrong with it alone costs that server, not the run.
@@ -34,7 +36,7 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, GetServerInfoResponse
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.process import Launcher, Process, ProcessError
+from treadle.trainer.launch.process import Launcher, LostProcessError, Process, ProcessError
 from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import ServerSecurity
@@ -203,11 +205,12 @@ class ServerPool:
         """Starts all servers at once, and reaches those of `rollout.addresses`.
 
         Raises:
+            LostProcessError: one was killed before it served, and no restart is left.
             ProcessError: one did not start, or did not answer.
         """
         names = [f"rollout-{number}" for number in range(self._config.rollout.num_replicas)]
         names += self._attached
-        started = await concurrently(self._start(name) for name in names)
+        started = await concurrently(self._start_first(name) for name in names)
         self._rotation = {server.name: server for server in started}
         return self
 
@@ -731,6 +734,33 @@ class ServerPool:
             self._num_restarted += self._dead.pop(name, None) is not None
             joined.append(name)
         return joined
+
+    async def _start_first(self, name: str) -> Server:
+        """Starts a server, and again if it is killed before it serves.
+
+        Raises:
+            LostProcessError: It was killed, and no restart is left.
+            ProcessError: It did not start, or did not answer.
+        """
+        limit, lost = self._config.rollout.max_restarts, False
+        while True:
+            try:
+                server = await self._start(name)
+            except LostProcessError as error:
+                self._num_lost += 1
+                if self._num_restarts >= limit:
+                    raise LostProcessError(
+                        f"after {self._num_restarts} restarts (rollout.max_restarts={limit}), "
+                        f"{error}"
+                    ) from None
+                self._num_restarts += 1
+                lost = True
+                _log.warning("rollout server lost: %s\nit is started again", error)
+            else:
+                if lost:
+                    self._num_restarted += 1
+                    _log.warning("started again: %s", name)
+                return server
 
     async def _start(self, name: str) -> Server:
         if (given := self._attached.get(name)) is not None:

@@ -17,8 +17,8 @@ from treadle.agent_loop.rpc import ChannelSecurity, Requirements
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, SERVER_STATE_SERVING
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
-from treadle.trainer.launch.local import describe_exit
-from treadle.trainer.launch.process import ProcessError, ProcessSpec
+from treadle.trainer.launch.local import LocalLauncher, describe_exit
+from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError, ProcessSpec
 from treadle.trainer.rollout.server_pool import (
     NoServerLeftError,
     Routes,
@@ -160,7 +160,7 @@ class _Pool(ServerPool):
         return [server.name for server in self.live]
 
 
-def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: Any) -> _Pool:
+def _pool(launcher: Launcher, publisher: _Publisher | None = None, **rollout: Any) -> _Pool:
     config = Config(
         data=DataConfig(train_files=(Path("t.jsonl"),)),
         model=ModelConfig(path=Path("/m")),
@@ -168,7 +168,8 @@ def _pool(launcher: _Launcher, publisher: _Publisher | None = None, **rollout: A
             {**({} if "addresses" in rollout else {"num_replicas": 2}), **rollout}
         ),
     )
-    launcher.may_serve.set()
+    if isinstance(launcher, _Launcher):
+        launcher.may_serve.set()
     publish = (publisher or _Publisher()).publish
     return _Pool(launcher, config, publish=publish, weights_directory=Path("/w"))
 
@@ -281,6 +282,66 @@ async def test_a_server_that_does_not_start_is_tried_until_no_restart_is_left() 
         with pytest.raises(NoServerLeftError, match=r"(?s)after 2 restarts .*has no engine"):
             await pool.restart()
         assert launcher.processes["rollout-0-restart-2"].stopped
+
+
+# Serves, as far as a launcher knows.
+_SERVE = """
+echo '{"address": "127.0.0.1:1"}' > "$ready.partial" && mv "$ready.partial" "$ready"
+exec sleep 1000
+"""
+
+
+def _server(first: str) -> list[str]:
+    """Returns the command of a server that does something first; `$ready` is its ready file."""
+    return ["sh", "-c", f"for ready; do :; done\n{first}\n{_SERVE}", "server"]
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["kill -KILL $$", "exit 137"])
+async def test_a_server_that_is_killed_while_it_first_starts_is_started_again(
+    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    command = _server(f'case "$ready" in */rollout-1.ready) {how};; esac')
+    async with (
+        LocalLauncher(tmp_path) as launcher,
+        _pool(launcher, server_command=command, max_restarts=1) as pool,
+    ):
+        assert pool.names == ["rollout-0", "rollout-1"]
+        metrics = pool.take_metrics()
+        assert (metrics["servers/lost"], metrics["servers/restarted"]) == (1, 1)
+        # Later deaths are counted with it.
+        await pool.remove("rollout-0", "it did not answer")
+        assert await pool.restart() == []
+    (lost,) = [text for text in caplog.messages if "SIGKILL on node" in text]
+    assert lost.startswith("rollout server lost: rollout-1 ")
+    assert "started again: rollout-1" in caplog.messages
+    assert _logs(tmp_path) == ["rollout-0", "rollout-1", "rollout-1-restart-1"]
+
+
+def _logs(directory: Path) -> list[str]:
+    return sorted(path.stem for path in directory.glob("*.log"))
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_is_always_killed_while_it_starts_ends_the_run(tmp_path: Path) -> None:
+    killed = _server("kill -KILL $$")
+    async with LocalLauncher(tmp_path) as launcher:
+        lost = r"after 2 restarts \(rollout.max_restarts=2\), rollout-0-restart-2 was ended by SIG"
+        with pytest.raises(LostProcessError, match=lost):
+            await _pool(
+                launcher, server_command=killed, num_replicas=1, max_restarts=2
+            ).__aenter__()
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_refuses_its_settings_is_not_started_again(tmp_path: Path) -> None:
+    refuses = _server("echo no such model >&2; exit 1")
+    async with LocalLauncher(tmp_path) as launcher:
+        refused = "(?s)rollout-0 exited with status 1 on node .*no such model"
+        with pytest.raises(ProcessError, match=refused) as error:
+            await _pool(launcher, server_command=refuses, num_replicas=1).__aenter__()
+    assert not isinstance(error.value, LostProcessError)
+    assert _logs(tmp_path) == ["rollout-0"]
 
 
 @pytest.mark.asyncio
