@@ -32,7 +32,7 @@ _MAX_THREADS = 32
 _idle: list[SimpleQueue[Callable[[], Callable[[], object]]]] = []
 os.register_at_fork(after_in_child=_idle.clear)
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 async def call_user(what: str, function: Callable[[], object]) -> object:
@@ -96,7 +96,7 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
         try:
             outcome = await done
         except asyncio.CancelledError:
-            _logger.warning("%s did not end in time; its thread is left behind", what)
+            _log.warning("%s did not end in time; its thread is left behind", what)
             raise
     if isinstance(outcome, BaseException):
         raise outcome
@@ -182,7 +182,7 @@ async def _outcome(work: Coroutine[Any, Any, T]) -> tuple[T] | BaseException:
 def _leave_behind(task: asyncio.Task[Any]) -> None:
     # The end of asyncio.run would cancel it once more, and wait for it forever.
     asyncio._unregister_task(task)
-    _logger.warning(
+    _log.warning(
         "%s did not end within %g s after it was cancelled, and is left behind: code that catches "
         "asyncio.CancelledError must raise it again",
         task.get_name(),

@@ -50,7 +50,7 @@ from treadle.agent_loop.proxy.sessions import EndpointSession, EndpointSessions,
 
 T = TypeVar("T")
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _CLIENT_GONE = 499
 _MESSAGES = "/v1/messages"
@@ -269,7 +269,7 @@ async def _answer_gone(request: Request, error: Exception) -> Response:
 
 
 async def _answer_bug(request: Request, error: Exception) -> Response:
-    _logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     bug = ApiError(
         f"internal error: {type(error).__name__}; see the log of the endpoint",
         status=500,

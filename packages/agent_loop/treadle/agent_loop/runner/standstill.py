@@ -13,7 +13,7 @@ import time
 
 from treadle.agent_loop.user_code import running_place
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class StandstillWatch:
@@ -49,11 +49,11 @@ class StandstillWatch:
                 continue
             frame = sys._current_frames().get(thread)
             where = "" if frame is None else f" in {running_place(frame)}"
-            _logger.warning(
+            _log.warning(
                 "everything stands still for %g s%s: code on the event loop must await, or be a "
                 "plain function, which runs on a thread",
                 self._limit_s,
                 where,
             )
             sign.wait()
-            _logger.warning("it went on after %.3g s", time.monotonic() - asked)
+            _log.warning("it went on after %.3g s", time.monotonic() - asked)

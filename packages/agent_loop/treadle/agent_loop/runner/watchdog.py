@@ -27,7 +27,7 @@ from typing import Self
 from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.runner.standstill import StandstillWatch
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _MAX_LOGGED = 5
 # While the event loop stands still, this watchdog does too, and so does every trajectory.
 _STANDSTILL_S = 10.0
@@ -134,15 +134,15 @@ class Watchdog:
         """Wakes the watchdog's task, because there is something new to wait for."""
         self._woken.set()
 
-    def _log(self, text: str, now: float, limit_s: float) -> None:
+    def _warn(self, text: str, now: float, limit_s: float) -> None:
         """Logs the first few stalls within `limit_s`."""
         if now - self._logged_since >= limit_s:
             self._logged_since, self._num_logged = now, 0
         self._num_logged += 1
         if self._num_logged <= _MAX_LOGGED:
-            _logger.warning("stuck: %s", text)
+            _log.warning("stuck: %s", text)
         elif self._num_logged == _MAX_LOGGED + 1:
-            _logger.warning(
+            _log.warning(
                 "more trajectories are stuck; for the next %g s they are counted but not named",
                 limit_s,
             )
@@ -153,7 +153,7 @@ class Watchdog:
             now = self.clock.now()
             for pulse in self._pulses:
                 if now - pulse.due >= limit_s:
-                    self._log(pulse.report(now - pulse.due), now, limit_s)
+                    self._warn(pulse.report(now - pulse.due), now, limit_s)
             due = min((pulse.due for pulse in self._pulses), default=math.inf) + limit_s
             if due < math.inf:
                 await self.clock.sleep(due - now)

@@ -27,7 +27,7 @@ from treadle.agent_loop.types import AgentTask, Message
 from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, span
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,4 +199,4 @@ class UserSimulator:
 
     def _report_leak(self, what: str) -> None:
         """Logs a session that could not be closed."""
-        _logger.warning("task %s: %s", self._task.task_id, what)
+        _log.warning("task %s: %s", self._task.task_id, what)

@@ -32,7 +32,7 @@ from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, SpanHandle, span
 
 T = TypeVar("T")
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +227,7 @@ class Toolbox:
     def _report_leak(self, what: str) -> None:
         """Logs and counts a session that could not be closed."""
         self._counts["close_errors"] += 1
-        _logger.warning("task %s: %s", self._task.task_id, what)
+        _log.warning("task %s: %s", self._task.task_id, what)
 
 
 @contextmanager
