@@ -16,7 +16,7 @@ from treadle.tracing import Metric, Reduce
 
 _PROCESSES = 2
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class TimeLimitedReward:
@@ -59,7 +59,7 @@ class TimeLimitedReward:
         except TimeLimitedError as error:
             raise RewardError(f"the reward {self._name}: {error}") from error
         except TimeoutError:
-            _logger.warning(
+            _log.warning(
                 "task %s: the reward %s did not end within %g s; the trajectory gets %g",
                 trajectory.task.task_id,
                 self._name,

@@ -40,7 +40,7 @@ from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, com
 from treadle.tools.sandbox.isolation.worker import SCRIPTS, Worker
 from treadle.tools.sandbox.limits import SandboxLimits
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _RECENT: Final = 64
 _CHECK: Final = Program(code="print(6 * 7)", timeout_s=20)
 
@@ -265,7 +265,7 @@ class LocalSandbox:
                     worker = await self._start(self._launcher, preload=self._preload)
                 except SandboxError as error:
                     # Programs can do without; a broken sandbox tells every one of them.
-                    _logger.warning("no warm interpreter until the next program: %s", error)
+                    _log.warning("no warm interpreter until the next program: %s", error)
                     break
                 self._warm.append(worker)
             if len(self._warm) == self._warm_wanted:

@@ -32,7 +32,7 @@ from treadle.tools.sandbox.app import make_app
 from treadle.tools.sandbox.limits import SandboxLimits
 from treadle.tools.sandbox.local import LocalSandbox
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _PROGRAM = "python -m treadle.tools.sandbox"
 _GRACE_S = 5
 
@@ -123,7 +123,7 @@ async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, server.end)
             with _ready_file(arguments.ready_file, url), _watching(arguments.parent_pid, server):
-                _logger.info("ready: %s/run_code, %s", url, sandbox.stats())
+                _log.info("ready: %s/run_code, %s", url, sandbox.stats())
                 await server.serve(sockets=[listener])
 
 
