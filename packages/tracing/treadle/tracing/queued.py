@@ -24,7 +24,7 @@ from typing import Protocol, Self
 
 from treadle.tracing.finished import FinishedSpan
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,7 @@ class QueuedSink:
             self._dropped += 1
             first, closed = self._dropped == 1, self._closed
         if first:
-            log.warning(
+            _log.warning(
                 "%s: a span is dropped, because %s; later ones are counted. Trace fewer "
                 "trajectories or raise the capacity",
                 self._name,
@@ -138,7 +138,7 @@ class QueuedSink:
                 self._final = True
                 self._dropped = self._dropped + self._accepted - self._written - self._failed
         if first and (self._dropped or self._failed):
-            log.warning(
+            _log.warning(
                 "%s is incomplete: %d span(s) written, %d dropped, %d lost to write errors%s",
                 self._name,
                 self._written,
@@ -183,7 +183,7 @@ class QueuedSink:
         try:
             writer.close(self._dropped)
         except Exception as error:
-            log.warning("%s: cannot be closed: %r", self._name, error)
+            _log.warning("%s: cannot be closed: %r", self._name, error)
         with self._lock:
             self._final = True
 
@@ -219,7 +219,7 @@ class QueuedSink:
             first = self._failed == 0
             self._failed += len(spans)
         if first:
-            log.error(
+            _log.error(
                 "%s: cannot write the span %r%s: %r; later losses are counted",
                 self._name,
                 spans[0].name,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from treadle.tracing.finished import FinishedSpan
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 _blamed: set[type] = set()
 
@@ -97,6 +97,6 @@ def record_safely(sink: TraceSink, finished: FinishedSpan) -> None:
     except Exception:
         if type(sink) not in _blamed:
             _blamed.add(type(sink))
-            log.exception(
+            _log.exception(
                 "%s.record raised; its spans are being lost (said once)", type(sink).__qualname__
             )

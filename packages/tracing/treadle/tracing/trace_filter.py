@@ -18,7 +18,7 @@ from treadle.tracing.sampling import TraceSampler
 from treadle.tracing.sink import TraceSink, record_safely
 from treadle.tracing.whole_traces import WholeTraces
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class TraceFilter:
@@ -80,7 +80,7 @@ class TraceFilter:
         with self._lock:
             rest = list(self._traces.rest())
         self._pass_on(rest)
-        log.log(
+        _log.log(
             logging.WARNING if self._over_budget else logging.INFO,
             "traces: %d trajectories are traced, %d were not chosen, "
             "%d were left out for the budget",
@@ -118,7 +118,7 @@ class TraceFilter:
             return self._over_budget
         if self._bytes_written() >= self._max_bytes:
             self._over_budget = True
-            log.warning(
+            _log.warning(
                 "%d bytes of traces are written at step %d, the budget: from now on only failed "
                 "trajectories are traced",
                 self._max_bytes,
