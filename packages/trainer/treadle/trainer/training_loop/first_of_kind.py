@@ -11,7 +11,7 @@ from treadle.trainer.report.failures import FirstFailures, whole_traceback
 
 __all__ = ["FirstOfKind"]
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class FirstOfKind:
@@ -34,7 +34,7 @@ class FirstOfKind:
                 f"{task.rollout_index}: {error}"
             )
             yield f"{text}\n{code}" if code else text
-            _logger.info("its traceback:\n%s", whole_traceback(error))
+            _log.info("its traceback:\n%s", whole_traceback(error))
         for trajectory in trajectories:
             for finding in trajectory.findings:
                 if finding.kind not in self._findings:

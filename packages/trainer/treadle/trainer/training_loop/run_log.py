@@ -10,7 +10,7 @@ from treadle.trainer.report import Progress
 
 __all__ = ["run_log"]
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class _Notes(logging.Handler):
@@ -67,13 +67,13 @@ def run_log(path: Path, progress: Progress) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        _logger.error("the run failed: %s", error, exc_info=True)
+        _log.error("the run failed: %s", error, exc_info=True)
         raise
     except BaseException:
-        _logger.info("the run was interrupted")
+        _log.info("the run was interrupted")
         raise
     else:
-        _logger.info("the run ended")
+        _log.info("the run ended")
     finally:
         for handler in handlers:
             ours.removeHandler(handler)

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TrajectoryStore"]
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,4 +197,4 @@ class TrajectoryStore:
         except OSError as own:
             if error is None:
                 raise
-            _logger.warning("the last trajectories are not written: %s", own)
+            _log.warning("the last trajectories are not written: %s", own)

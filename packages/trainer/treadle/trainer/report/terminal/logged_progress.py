@@ -10,7 +10,7 @@ from treadle.trainer.report.terminal.progress import Progress, step_line
 
 __all__ = ["LoggedProgress"]
 
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 
 class LoggedProgress:
@@ -28,7 +28,7 @@ class LoggedProgress:
     def note(self, text: str) -> None:
         """Shows and logs the line."""
         self._display.note(text)
-        _logger.info("%s", text)
+        _log.info("%s", text)
 
     def phase(self, name: str, *, total: int | None = None) -> AbstractContextManager[None]:
         """Shows the phase."""
@@ -41,7 +41,7 @@ class LoggedProgress:
     def step_done(self, step: int, values: Record) -> None:
         """Shows and logs the line of the step."""
         self._display.step_done(step, values)
-        _logger.info("%s", step_line(step, self._total, values))
+        _log.info("%s", step_line(step, self._total, values))
 
     def __enter__(self) -> Self:
         self._display.__enter__()

@@ -39,7 +39,7 @@ __all__ = ["GROUPS", "GroupStore", "versions"]
 
 GROUPS: Final = "groups"
 """Folder of a run directory that holds the files."""
-_logger = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _PICKLE_PROTOCOL: Final = 5
 _THREADS: Final = 2
 _NO_TASK: Final = AgentTask(
@@ -96,7 +96,7 @@ class GroupStore:
         except FileNotFoundError:
             return None
         except Exception as error:  # a damaged pickle raises anything
-            _logger.warning("%s cannot be used, so its group begins again: %s", path, error)
+            _log.warning("%s cannot be used, so its group begins again: %s", path, error)
             found = None
         if found is None or found.birth > self._checkpoint or _newest(found) > self._checkpoint:
             path.unlink()
@@ -163,7 +163,7 @@ class GroupStore:
         try:
             data = pickle.dumps((ended.number, ended.birth, indices, members), _PICKLE_PROTOCOL)
         except Exception as error:  # a loop of the user may put anything into a trajectory
-            _logger.warning(
+            _log.warning(
                 "group %d cannot be kept, so it begins again if the run is killed: %s",
                 ended.number,
                 error,
