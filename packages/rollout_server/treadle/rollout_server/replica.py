@@ -60,7 +60,7 @@ class Replica:
         self.clock = clock
         self._controller = EngineController(config.admission, clock)
         self.updates = WeightUpdater(self._controller, config.weights, clock)
-        self.time_use = TimeUse(clock.time, places=config.model.max_num_seqs)
+        self.time_use = TimeUse(clock.time, slots=config.model.max_num_seqs)
         self.lifecycle.observe(self.time_use.entered)
 
     @property

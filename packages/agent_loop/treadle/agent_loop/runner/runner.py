@@ -5,7 +5,7 @@ Invariants:
 1. The sink gets exactly one trajectory per task taken, in the order in which they end.
 2. A task is taken only while fewer than `max_in_flight` are in flight. A task counts until the
    sink has taken its trajectory, so a slow sink stops the intake. This is the backpressure. The
-   bound may change meanwhile; where it falls, tasks in flight end, and none takes their places.
+   bound may change meanwhile; where it falls, tasks in flight end, and none takes their slots.
 3. The sink is called by one task at a time.
 4. A failed attempt does not affect other tasks; the failure policy decides whether it ends the
    run. The deadline covers all attempts of a task; a task that passes it is cancelled and fails.
@@ -36,7 +36,7 @@ from treadle.agent_loop.errors import (
 from treadle.agent_loop.loops.loop import Score, Services, scores_itself
 from treadle.agent_loop.loops.registry import LoopRegistry
 from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
-from treadle.agent_loop.runner.places import Places
+from treadle.agent_loop.runner.task_slots import TaskSlots
 from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.span_content import messages_content, trajectory_output
 from treadle.agent_loop.trajectory import Finding, Trajectory
@@ -108,7 +108,7 @@ class RolloutRunner:
         self._loops = loops
         self._services = services
         self._max_in_flight = max_in_flight
-        self._running: set[Places] = set()  # of each run
+        self._running: set[TaskSlots] = set()  # of each run
         self._deadline_s = deadline_s
         self._failure_policy = failure_policy
         if watchdog_s is not None and not watchdog_s > 0:
@@ -128,8 +128,8 @@ class RolloutRunner:
         if max_in_flight < 0:
             raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 0")
         self._max_in_flight = max_in_flight
-        for places in self._running:
-            places.set_limit(max_in_flight)
+        for slots in self._running:
+            slots.set_limit(max_in_flight)
 
     async def run(
         self,
@@ -148,7 +148,7 @@ class RolloutRunner:
             Exception: The sink or the source of tasks raised it.
         """
         counts, watchdog = _Counts(), Watchdog(self._watchdog_s, clock=self._clock)
-        places = Places(self._max_in_flight)
+        slots = TaskSlots(self._max_in_flight)
         sink_lock = asyncio.Lock()
 
         async def attempt_and_deliver(task: AgentTask) -> None:
@@ -158,18 +158,18 @@ class RolloutRunner:
                     await sink(trajectory)
                 counts.deliver(trajectory)
             finally:
-                places.release()
+                slots.release()
 
-        self._running.add(places)
+        self._running.add(slots)
         try:
             async with AsyncExitStack() as stack, watchdog, asyncio.TaskGroup() as group:
                 source = await _open_source(tasks, stack)
                 while True:
-                    await places.acquire()
+                    await slots.acquire()
                     try:
                         task = await anext(source)
                     except BaseException as error:
-                        places.release()
+                        slots.release()
                         if isinstance(error, StopAsyncIteration):
                             break
                         raise
@@ -178,7 +178,7 @@ class RolloutRunner:
             first = sole_cause(failures)
             raise first from first.__cause__  # `from None` would cut off what caused it
         finally:
-            self._running.discard(places)
+            self._running.discard(slots)
         return counts.report()
 
     async def _settle(self, task: AgentTask, counts: "_Counts", watchdog: Watchdog) -> Trajectory:

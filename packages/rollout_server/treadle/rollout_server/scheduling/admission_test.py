@@ -95,9 +95,9 @@ def test_cancelled_tickets_do_not_pile_up() -> None:
     assert len(admission._queue) < 100
 
 
-@given(service_s=st.floats(0.0, 1e6), places=st.integers(1, 1000))
-def test_the_retry_delay_is_positive_and_bounded(service_s: float, places: int) -> None:
-    admission = Admission(max_in_flight=places, max_queued=0)
+@given(service_s=st.floats(0.0, 1e6), slots=st.integers(1, 1000))
+def test_the_retry_delay_is_positive_and_bounded(service_s: float, slots: int) -> None:
+    admission = Admission(max_in_flight=slots, max_queued=0)
     verdict = admission.admit(0, 0.0)
     assert isinstance(verdict, Admitted)
     admission.finish(verdict.ticket, service_s)

@@ -27,8 +27,8 @@ class Visitor:
         await self.task
 
 
-def gate_of(places: int, queue: int) -> tuple[RequestQueue, Admission]:
-    admission = Admission(max_in_flight=places, max_queued=queue)
+def gate_of(slots: int, queue: int) -> tuple[RequestQueue, Admission]:
+    admission = Admission(max_in_flight=slots, max_queued=queue)
     return RequestQueue(admission, FakeClock()), admission
 
 

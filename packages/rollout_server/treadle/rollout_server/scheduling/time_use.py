@@ -14,9 +14,9 @@ ever falls. The event loop notes changes; any thread may read.
 
 A sequence is in prefill from its admission to its first token. Engines read prompts and sample in
 the same step, so while some sequences are in prefill and others sample, the time is divided in
-proportion to their numbers. An engine that is given more sequences than it has places lets the
+proportion to their numbers. An engine that is given more sequences than it has slots lets the
 others wait; they count in neither. vLLM and SGLang tell of a sequence with its first token, so a
-sequence that waits within them while places are free counts as prefill.
+sequence that waits within them while slots are free counts as prefill.
 """
 
 import enum
@@ -50,7 +50,7 @@ _BY_STATE = {
 _Seconds = tuple[float, ...]
 """One number per cause, in the order of `Cause`."""
 _Shares = tuple[tuple[int, float], ...]
-"""The causes that time is divided by, as places in `Cause`, with their shares of it."""
+"""The causes that time is divided by, as indices of `Cause`, with their shares of it."""
 _ONLY: Mapping[Cause, _Shares] = {cause: ((at, 1.0),) for at, cause in enumerate(_CAUSES)}
 _PREFILL, _DECODE = _CAUSES.index(Cause.PREFILL), _CAUSES.index(Cause.DECODE)
 
@@ -91,12 +91,12 @@ class TimeUse:
 
     Args:
         now: Returns clock seconds; called from any thread.
-        places: Maximum number of sequences that the engine runs at once.
+        slots: Maximum number of sequences that the engine runs at once.
     """
 
-    def __init__(self, now: Callable[[], float], *, places: int) -> None:
+    def __init__(self, now: Callable[[], float], *, slots: int) -> None:
         self._now = now
-        self._places = places
+        self._slots = slots
         self._state = ServerState.LOADING
         self._has_served = False
         self._released = False
@@ -153,7 +153,7 @@ class TimeUse:
             return _ONLY[Cause.MEMORY if self._released else Cause.WEIGHTS]
         if (cause := _BY_STATE.get(self._state)) is not None:
             return _ONLY[cause]
-        reading = min(self._reading, max(0, self._places - self._sampling))
+        reading = min(self._reading, max(0, self._slots - self._sampling))
         if not reading:
             return _ONLY[Cause.DECODE if self._sampling else Cause.WAITING]
         share = reading / (reading + self._sampling)

@@ -27,14 +27,14 @@ def watch() -> Watch:
     return Watch()
 
 
-def serving(watch: Watch, *, places: int = 4) -> TimeUse:
-    use = TimeUse(watch, places=places)
+def serving(watch: Watch, *, slots: int = 4) -> TimeUse:
+    use = TimeUse(watch, slots=slots)
     use.entered(ServerState.SERVING)
     return use
 
 
 def test_a_server_starts_waits_reads_and_samples(watch: Watch) -> None:
-    use = TimeUse(watch, places=4)
+    use = TimeUse(watch, slots=4)
     watch.now = 5.0
     use.entered(ServerState.SERVING)
     watch.now = 7.0
@@ -59,7 +59,7 @@ def test_reading_beside_sampling_is_divided_by_the_numbers_of_sequences(watch: W
 
 
 def test_sequences_beyond_the_places_of_the_engine_wait_within_it(watch: Watch) -> None:
-    use = serving(watch, places=2)
+    use = serving(watch, slots=2)
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(use.sequence()).sampled()
@@ -98,12 +98,12 @@ _STEPS = st.lists(
 
 
 @settings(deadline=None)
-@given(steps=_STEPS, places=st.integers(1, 5))
+@given(steps=_STEPS, slots=st.integers(1, 5))
 def test_the_causes_add_up_to_the_time_and_never_fall(
-    steps: list[tuple[float, str | ServerState]], places: int
+    steps: list[tuple[float, str | ServerState]], slots: int
 ) -> None:
     watch = Watch()
-    use = TimeUse(watch, places=places)
+    use = TimeUse(watch, slots=slots)
     running: list[SequenceTime] = []
     before = use.seconds()
     for passed, step in steps:

@@ -145,11 +145,11 @@ async def _running(
 
 
 @pytest.mark.asyncio
-async def test_a_task_is_taken_when_a_place_is_free_and_the_source_has_one() -> None:
+async def test_a_task_is_taken_when_a_slot_is_free_and_the_source_has_one() -> None:
     loop, source = Loop(), Source([_task(n) for n in range(5)])
     async with _running(loop, source, Pool()) as rollout:
         await loop.until_running(0, 1, 2)
-        assert len(source.ready) == 2, "there are three places"
+        assert len(source.ready) == 2, "there are three slots"
         loop.end(1)
         await loop.until_running(3)
         loop.end(0)

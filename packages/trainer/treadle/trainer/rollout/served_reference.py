@@ -45,8 +45,8 @@ class ServedReference:
 
     def __init__(self, generator: GrpcTokenGenerator) -> None:
         self._generator = generator
-        places = sum(server.max_in_flight for server in generator.servers)
-        self._places = asyncio.Semaphore(places)
+        slots = sum(server.max_in_flight for server in generator.servers)
+        self._slots = asyncio.Semaphore(slots)
         self._num_asked = 0
 
     async def logprobs(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
@@ -61,17 +61,17 @@ class ServedReference:
         return await concurrently(self._score(sequence) for sequence in sequences)
 
     async def _score(self, sequence: TrainSequence) -> FloatArray:
-        places = sequence.loss_positions.tolist()
+        positions = sequence.loss_positions.tolist()
         length = len(sequence.ids)
-        if not places:
+        if not positions:
             return FloatArray((0.0,) * length)
-        first, stop = places[0], places[-1] + 1
+        first, stop = positions[0], positions[-1] + 1
         self._num_asked += 1
         name = f"reference-{self._num_asked}"
         request = RequestContext(
             request_id=name, session_id=name, deadline=math.inf, prompt_logprobs_from=first
         )
-        async with self._places:
+        async with self._slots:
             try:
                 completion = await self._generator.generate(
                     sequence.ids[:stop],

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Protocol, Self
 from treadle.agent_loop import AgentTask, Image, Trajectory
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
-from treadle.agent_loop.runner.places import Places
+from treadle.agent_loop.runner.task_slots import TaskSlots
 from treadle.tracing import (
     TraceSink,
     current_attributes,
@@ -276,13 +276,13 @@ class LoopWorkers:
         if self._failure is not None:
             raise self._failure
         run = self._begin(runner)
-        places = runner.places = Places(runner.max_in_flight)
+        slots = runner.slots = TaskSlots(runner.max_in_flight)
 
         async def take() -> None:
             number = 0
             async with aclosing(_each(tasks)) as source:
                 while True:
-                    await places.acquire()
+                    await slots.acquire()
                     try:
                         task = await anext(source)
                     except StopAsyncIteration:
@@ -301,13 +301,13 @@ class LoopWorkers:
                     number, trajectory = ended
                     await sink(trajectory)
                     run.release(number)
-                    places.release()
+                    slots.release()
                 if run.failure is not None:
                     raise run.failure
                 if intake.done():
                     intake.result()
         finally:
-            runner.places = None
+            runner.slots = None
             intake.cancel()
             await asyncio.wait({intake})
             self._end(run)
@@ -533,15 +533,15 @@ class _WorkersRunner:
     settings: RunnerSettings
     max_in_flight: int
     span_attributes: SpanAttributes | None
-    places: Places | None = None
+    slots: TaskSlots | None = None
 
     def set_max_in_flight(self, max_in_flight: int) -> None:
         """See `Runner.set_max_in_flight`."""
         if max_in_flight == self.max_in_flight:
             return
         self.max_in_flight = max_in_flight
-        if self.places is not None:
-            self.places.set_limit(max_in_flight)
+        if self.slots is not None:
+            self.slots.set_limit(max_in_flight)
             self.workers.set_max_in_flight(self)
 
     async def run(self, tasks: AsyncIterable[AgentTask] | Iterable[AgentTask], sink: Sink) -> None:

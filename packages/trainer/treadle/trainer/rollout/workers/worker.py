@@ -115,14 +115,14 @@ class _Tasks:
         self._given.set()
 
     def ask(self) -> int:
-        """Counts all free places as asked for; returns how many they are."""
+        """Counts all free slots as asked for; returns how many they are."""
         held = self._asked + len(self._waiting) + len(self._running)
         count = max(0, self._limit - held)
         self._asked += count
         return count
 
     def set_limit(self, limit: int) -> None:
-        """Changes the number of places; who has one keeps it."""
+        """Changes the number of slots; those that are taken stay taken."""
         self._limit = limit
         if self.runner is not None:
             self.runner.set_max_in_flight(limit)

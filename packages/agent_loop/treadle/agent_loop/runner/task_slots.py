@@ -1,21 +1,21 @@
-"""The places of the tasks that are in flight: a semaphore whose number of places may change.
+"""The slots of the tasks that are in flight: a semaphore whose number of slots may change.
 
-Invariant: nobody gets a place while as many as the limit are taken. Who has one when the limit
-falls keeps it.
+Invariant: a slot is taken only while fewer than the limit are. When the limit falls, those that are
+taken stay taken.
 
 Who waits: the one task that acquires, for a release or a higher limit.
 """
 
 import asyncio
 
-__all__ = ["Places"]
+__all__ = ["TaskSlots"]
 
 
-class Places:
-    """A semaphore whose number of places may change. For one task that acquires.
+class TaskSlots:
+    """A semaphore whose number of slots may change. For one task that acquires.
 
     Args:
-        limit: Number of places.
+        limit: Number of slots.
     """
 
     def __init__(self, limit: int) -> None:
@@ -24,18 +24,18 @@ class Places:
         self._changed = asyncio.Event()
 
     def set_limit(self, limit: int) -> None:
-        """Changes the number of places."""
+        """Changes the number of slots."""
         self._limit = limit
         self._changed.set()
 
     async def acquire(self) -> None:
-        """Takes a place, when one is free."""
+        """Takes a slot once one is free."""
         while self._taken >= self._limit:
             self._changed.clear()
             await self._changed.wait()
         self._taken += 1
 
     def release(self) -> None:
-        """Frees a place."""
+        """Frees a slot."""
         self._taken -= 1
         self._changed.set()
