@@ -199,7 +199,7 @@ class CodeInterpreterTool:
         shared.waiting += 1
         try:
             async with AsyncExitStack() as stack:
-                await stack.enter_async_context(shared.places)
+                await stack.enter_async_context(shared.slots)
                 if shared.limit is not None:
                     await stack.enter_async_context(shared.limit.slot())
                 queue_s = time.monotonic() - arrived
@@ -316,7 +316,7 @@ class _Shared:
 
     def __init__(self, tool: str, settings: CodeInterpreterSettings) -> None:
         self.users = self.waiting = 0
-        self.places = asyncio.Semaphore(settings.num_workers)
+        self.slots = asyncio.Semaphore(settings.num_workers)
         self.limit: HostSemaphore | None = None
         if settings.enable_global_rate_limit:
             # By name and address: two tools with separate limits do not share one.

@@ -64,7 +64,7 @@ class OpenEnvLoop:
     scores_itself = True
 
     def __init__(self) -> None:
-        self._places: dict[str, asyncio.Semaphore] = {}
+        self._slots: dict[str, asyncio.Semaphore] = {}
         self._servers: dict[str, ServerProcess] = {}
 
     async def __aenter__(self) -> Self:
@@ -74,7 +74,7 @@ class OpenEnvLoop:
 
     async def __aexit__(self, *error: object) -> None:
         servers, self._servers = self._servers, {}
-        self._places.clear()
+        self._slots.clear()
         for server in servers.values():
             await server.aclose()
 
@@ -87,7 +87,7 @@ class OpenEnvLoop:
         """
         settings, extra = settings_of(task, _LIBRARY)
         limit = settings.count("max_sessions", _SESSIONS)
-        async with self._places.setdefault(settings.name, asyncio.Semaphore(limit)):
+        async with self._slots.setdefault(settings.name, asyncio.Semaphore(limit)):
             if command := settings.texts("command"):
                 server = self._servers.setdefault(
                     settings.name, ServerProcess(command, settings.name)

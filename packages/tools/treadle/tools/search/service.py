@@ -11,7 +11,7 @@ a fault of the service is not the model's fault.
 All attempts together end after `patience_s`, which is less than what the loop gives a tool: else
 the model would be told that its call took too long.
 
-A request waits for a free place in the process, then in the host, then for the answer.
+A request waits for a free slot in the process, then in the host, then for the answer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RetrievalService:
         num_workers: Requests at a time, in one process.
         rate_limit: Requests at a time to this URL, over the processes of this host. None: no limit.
         attempts: In all.
-        patience_s: For all attempts, the waits between them and for a place.
+        patience_s: For all attempts, the waits between them and for a slot.
         sleep: Waits between two attempts.
         transport: Instead of the network's.
     """
@@ -83,7 +83,7 @@ class RetrievalService:
                 limits=httpx.Limits(max_connections=self._num_workers),
                 transport=self._transport,
             )
-            self._open = _Open(http=http, places=asyncio.Semaphore(self._num_workers), limit=limit)
+            self._open = _Open(http=http, slots=asyncio.Semaphore(self._num_workers), limit=limit)
         self._users += 1
 
     async def leave(self) -> None:
@@ -114,7 +114,7 @@ class RetrievalService:
                     if attempt > 1:
                         await self._sleep(attempt - 1)
                     try:
-                        async with opened.place():
+                        async with opened.slot():
                             response = await opened.http.post(self._url, json=body)
                     except httpx.TransportError as error:
                         failure = f"{type(error).__name__}: {error}"
@@ -168,13 +168,13 @@ class _Open:
     """What is open while somebody uses the service."""
 
     http: httpx.AsyncClient
-    places: asyncio.Semaphore
+    slots: asyncio.Semaphore
     limit: HostSemaphore | None
 
     @asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Holds a place in the process and in the host."""
-        async with self.places:
+    async def slot(self) -> AsyncIterator[None]:
+        """Holds a slot in the process and in the host."""
+        async with self.slots:
             if self.limit is None:
                 yield
                 return

@@ -61,7 +61,7 @@ class Judge:
         self._rubric = rubric
         self._model = model
         self._cache = JudgementCache(rubric.cache)
-        self._places = asyncio.Semaphore(rubric.max_concurrency)
+        self._slots = asyncio.Semaphore(rubric.max_concurrency)
         self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @classmethod
@@ -132,7 +132,7 @@ class Judge:
         key = self._key(question)
         try:
             # The equal question before this one first: then its verdict is in the cache.
-            async with self._asking.setdefault(key, asyncio.Lock()), self._places:
+            async with self._asking.setdefault(key, asyncio.Lock()), self._slots:
                 return await self._ask(criterion, question, key)
         except (ModelError, CacheError) as error:
             raise JudgeError(f"criterion {criterion.name!r}: {error}") from error
