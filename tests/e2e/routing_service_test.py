@@ -220,7 +220,8 @@ async def test_workers_agree_in_deterministic_mode_without_talking() -> None:
     """One asks a router, one has a policy of its own, listed in another order."""
     async with fleet() as servers:
         addresses = [await servers.start() for _ in range(3)]
-        # Ports are drawn by chance, and places with them: of 12 sessions, one replica had none in 2 % of the runs.
+        # Ports are drawn by chance, and places with them: with 12 sessions, a replica had none in
+        # 2 % of the runs.
         names = [f"s{number}" for number in range(60)]
         config = RouterConfig(policy=HashedSession(), replicas=tuple(addresses))
         calls = []
