@@ -75,13 +75,19 @@ def kill(server: subprocess.Popen[str]) -> None:
 
 def until_seen(cleaner: int, paths: set[Path]) -> None:
     """Waits until the cleaner holds each, which is how it remembers them."""
-    left = {path.stat().st_ino for path in paths}
+    left = set(map(identity, paths))
     while left:
         for entry in Path(f"/proc/{cleaner}/fd").iterdir():
             try:
-                left.discard(entry.stat().st_ino)
+                left.discard(identity(entry))
             except FileNotFoundError:
                 continue
+
+
+def identity(path: Path) -> tuple[int, int]:
+    """Device and inode: /dev/null and the pipes have small inode numbers, as /dev/shm has."""
+    found = path.stat()
+    return found.st_dev, found.st_ino
 
 
 def test_what_an_engine_made_goes_when_everything_of_the_server_is_killed(
