@@ -7,6 +7,8 @@ message in the program proves nothing.
 import ctypes
 import os
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -97,8 +99,15 @@ async def test_nothing_of_the_system_can_be_written(sandbox: LocalSandbox) -> No
     assert execution.stdout == "True\nTrue\n", execution.stdout
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory for sockets, whose addresses have at most 107 bytes; `tmp_path` may have more."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        yield Path(name)
+
+
 async def test_no_packet_leaves_and_no_socket_is_reached(
-    sandbox: LocalSandbox, tmp_path: Path
+    sandbox: LocalSandbox, short_path: Path
 ) -> None:
     abstract = f"\0sandbox-test-{os.getpid()}"
     addresses: list[tuple[int, int, object]] = []
@@ -106,7 +115,7 @@ async def test_no_packet_leaves_and_no_socket_is_reached(
     for family, kind, address in (
         (socket.AF_INET, socket.SOCK_STREAM, ("127.0.0.1", 0)),
         (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", 0)),
-        (socket.AF_UNIX, socket.SOCK_STREAM, str(tmp_path / "socket")),
+        (socket.AF_UNIX, socket.SOCK_STREAM, str(short_path / "socket")),
         (socket.AF_UNIX, socket.SOCK_STREAM, abstract),
     ):
         listener = socket.socket(family, kind)
