@@ -8,8 +8,10 @@ Invariants:
    restarted one only after that server has the present weights.
 3. A server that dies leaves the rotation. A background task restarts it, as often as
    `rollout.max_restarts` allows, while the others continue: a real engine takes minutes to start.
-   One that is killed before it first served is started again within the same limit. One that exits
-   by itself then has refused its settings, and ends the run.
+   It begins when the process ends, before a call of the pool takes the dead server out of the
+   rotation: while the policy trains there may be none for minutes. A server that is killed before
+   it first served is started again within the same limit; one that exits by itself then has
+   refused its settings, and ends the run.
 4. A server that someone else started (`rollout.addresses`, `add`) is not ours to end. If
    it dies, or says that it holds other weights, it leaves the rotation and is asked again until it
    is back. What is wrong with it alone costs that server, not the run.
@@ -28,6 +30,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -216,6 +219,8 @@ class ServerPool:
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Closes the generator and ends all servers of the run."""
+        servers = self.live
+        self._rotation = {}  # first: none of them is started again
         for waiting in self._adding.values():
             waiting.cancel()
         await self._connection.aclose()
@@ -225,8 +230,7 @@ class ServerPool:
         await asyncio.gather(*self._starting.values(), return_exceptions=True)
         started = [task.result() for task in self._starting.values() if _succeeded(task)]
         self._starting = {}
-        await asyncio.gather(*(self._end(server) for server in (*self.live, *started)))
-        self._rotation = {}
+        await asyncio.gather(*(self._end(server) for server in (*servers, *started)))
 
     async def connect(self, requirements: Requirements) -> None:
         """Connects the generator to all servers, for the rest of the run.
@@ -443,10 +447,9 @@ class ServerPool:
         await self._remove_with_log(server, f"{server.name} ({server.address}) {end}")
 
     async def _remove_with_log(self, server: Server, cause: str) -> None:
-        if server.process is not None:
-            # How it ended names the node already.
-            where = "" if server.ended.done() else f" on node {server.process.node}"
-            cause += f"; its log{where} ends with:\n{await server.process.log_tail(10)}"
+        if server.process is not None and not server.ended.done():
+            tail = await server.process.log_tail(10)
+            cause += f"; its log on node {server.process.node} ends with:\n{tail}"
         await self.remove(server.name, cause)
 
     async def _remove_refusing(self, failed: Mapping[str, str]) -> None:
@@ -523,9 +526,10 @@ class ServerPool:
         Raises:
             ProcessError: there is none of this name, or no other server serves.
         """
-        servers = {s.name: s for s in self.live if which in (s.name, s.address)}
+        live = [s for s in self.live if not s.ended.done()]  # the others are started again
+        servers = {s.name: s for s in live if which in (s.name, s.address)}
         if not servers:
-            known = ", ".join(f"{s.name} ({s.address})" for s in self.live)
+            known = ", ".join(f"{s.name} ({s.address})" for s in live)
             raise ProcessError(f"{which} is no server of this run, which has {known}")
         ((name, server),) = servers.items()
         if not self._rotation.keys() - self._draining - {name}:
@@ -701,22 +705,40 @@ class ServerPool:
             if name in self._attached:
                 if not attached:
                     continue
-            elif self._num_restarts >= self._config.rollout.max_restarts:
+            elif not self._take_restart():
                 continue
-            else:
-                self._num_restarts += 1
             self._begin_start(name)
 
-    def _begin_start(self, name: str) -> None:
-        starting = asyncio.create_task(self._start(name), name=f"start {name}")
+    def _take_restart(self) -> bool:
+        """Counts a restart; returns whether one was left."""
+        left = self._num_restarts < self._config.rollout.max_restarts
+        self._num_restarts += left
+        return left
+
+    def _begin_start(self, name: str, after: Process | None = None) -> None:
+        starting = asyncio.create_task(self._start(name, after), name=f"start {name}")
         starting.add_done_callback(lambda _: self._news.set())
         self._starting[name] = starting
+
+    def _on_end(self, name: str, ended: "asyncio.Task[str]") -> None:
+        """Starts a server of the run again, before anybody has noticed that it ended."""
+        self._news.set()
+        server = self._rotation.get(name)
+        if server is None or server.ended is not ended or server.process is None:
+            return
+        if self._config.rollout.release_memory or name in self._draining:
+            return  # a start during a loan would take the memory; what was drained leaves
+        if self._take_restart():
+            self._begin_start(name, server.process)
 
     async def _let_in(self, *, attached: bool) -> list[str]:
         """Puts the servers that have started into the rotation; returns their names."""
         joined = []
         for name, task in list(self._starting.items()):
-            if not task.done() or (name in self._attached and not attached):
+            # What ended a moment ago is removed with its cause first, also if it serves again.
+            if not task.done() or name in self._rotation:
+                continue
+            if name in self._attached and not attached:
                 continue
             del self._starting[name]
             try:
@@ -742,18 +764,17 @@ class ServerPool:
             LostProcessError: It was killed, and no restart is left.
             ProcessError: It did not start, or did not answer.
         """
-        limit, lost = self._config.rollout.max_restarts, False
+        lost = False
         while True:
             try:
                 server = await self._start(name)
             except LostProcessError as error:
                 self._num_lost += 1
-                if self._num_restarts >= limit:
+                if not self._take_restart():
                     raise LostProcessError(
-                        f"after {self._num_restarts} restarts (rollout.max_restarts={limit}), "
-                        f"{error}"
+                        f"after {self._num_restarts} restarts "
+                        f"(rollout.max_restarts={self._config.rollout.max_restarts}), {error}"
                     ) from None
-                self._num_restarts += 1
                 lost = True
                 _log.warning("rollout server lost: %s\nit is started again", error)
             else:
@@ -762,7 +783,20 @@ class ServerPool:
                     _log.warning("started again: %s", name)
                 return server
 
-    async def _start(self, name: str) -> Server:
+    async def _start(self, name: str, after: Process | None = None) -> Server:
+        """Starts a server, or reaches one of someone else.
+
+        Args:
+            name: Of the server.
+            after: The process that was it and has ended. Others that it had started may live, and
+                hold the memory of its devices.
+
+        Raises:
+            LostProcessError: It was killed before it served.
+            ProcessError: It did not start, or did not answer.
+        """
+        if after is not None:
+            await after.stop()
         if (given := self._attached.get(name)) is not None:
             server = await self._attach(name, given, wait_s=self._config.rollout.start_deadline_s)
             assert server is not None
@@ -784,7 +818,7 @@ class ServerPool:
             await process.stop()  # a server that is merely late would hold its memory
             raise
         ended = asyncio.create_task(_end_of(process), name=f"end of {name}")
-        ended.add_done_callback(lambda _: self._news.set())
+        ended.add_done_callback(partial(self._on_end, name))
         return Server(name, address, process, self._open_client(name, address), ended)
 
     async def _attach(
@@ -931,7 +965,8 @@ class ServerPool:
 
 
 async def _end_of(process: Process) -> str:
-    return process.describe_end(await process.wait())
+    end = process.describe_end(await process.wait())
+    return f"{end}; its log ends with:\n{await process.log_tail(10)}"
 
 
 def _succeeded(task: "asyncio.Task[Server]") -> bool:

@@ -18,7 +18,13 @@ from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, SERVER_ST
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
 from treadle.trainer.launch.local import LocalLauncher, describe_exit
-from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError, ProcessSpec
+from treadle.trainer.launch.process import (
+    Launcher,
+    LostProcessError,
+    Process,
+    ProcessError,
+    ProcessSpec,
+)
 from treadle.trainer.rollout.server_pool import (
     NoServerLeftError,
     Routes,
@@ -130,9 +136,9 @@ class _Pool(ServerPool):
         self.begun = asyncio.Event()
         self.versions: dict[str, int | WeightSyncError] = {}  # of servers of someone else
 
-    async def _start(self, name: str) -> Server:
+    async def _start(self, name: str, after: Process | None = None) -> Server:
         self.begun.set()
-        return await super()._start(name)
+        return await super()._start(name, after)
 
     async def until_reached(self) -> None:
         """Returns when the servers that start, or are added, have answered."""
@@ -199,6 +205,55 @@ async def test_the_others_go_on_while_a_server_starts_again(
         assert pool.take_metrics() == metrics
         assert pool.take_metrics()["servers/lost"] == 0
     assert launcher.processes["rollout-0-restart-1"].stopped
+
+
+@pytest.mark.asyncio
+async def test_a_server_starts_again_though_nobody_calls_the_pool(generator: "_Generator") -> None:
+    publisher, launcher = _Publisher(), _Launcher()
+    async with _pool(launcher, publisher) as pool:
+        await pool.connect(Requirements())
+        await pool.sync_weights(1)
+        pool.begun.clear()
+        await pool.die("rollout-0")  # the policy trains
+        await pool.until_reached()
+        assert launcher.processes["rollout-0"].stopped  # with what it had started
+        assert "rollout-0-restart-1" in launcher.processes
+        # It is let in by the next call, with the weights, and the death is counted once.
+        assert generator.addresses == ["127.0.0.1:1", "127.0.0.1:2"]
+        assert await pool.ensure_healthy()
+        assert generator.addresses == ["127.0.0.1:2", "127.0.0.1:3"]
+        assert publisher.published[1:] == [(1, ["rollout-0"])]
+        metrics = pool.take_metrics()
+        assert (metrics["servers/lost"], metrics["servers/restarted"]) == (1, 1)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("case", ["release_memory", "drained", "no restart left"])
+async def test_a_server_that_may_not_start_beside_training_does_not(
+    case: str, generator: "_Generator"
+) -> None:
+    launcher = _Launcher()
+    rollout = {
+        "release_memory": case == "release_memory",
+        "max_restarts": 0 if case == "no restart left" else 1,
+    }
+    async with _pool(launcher, **rollout) as pool:
+        await pool.connect(Requirements())
+        if case == "drained":
+            pool.drain("rollout-0")
+        await pool.die("rollout-0")
+        assert not pool._starting
+        await pool.ensure_healthy()
+        assert ("rollout-0-restart-1" in launcher.processes) == (case == "release_memory")
+
+
+@pytest.mark.asyncio
+async def test_a_server_that_ends_while_the_pool_closes_is_not_started_again() -> None:
+    launcher = _Launcher()
+    async with _pool(launcher) as pool:
+        pool._connection.callback(launcher.processes["rollout-0"].status.set_result, -9)
+    await asyncio.sleep(0)
+    assert list(launcher.processes) == ["rollout-0", "rollout-1"]
 
 
 @pytest.mark.asyncio
@@ -531,6 +586,8 @@ async def test_a_server_that_dies_before_the_generator_is_connected_is_replaced(
     async with _pool(launcher, num_replicas=num_replicas) as pool:
 
         def die() -> None:
+            if num_replicas > 1:
+                launcher.may_serve.clear()
             launcher.processes["rollout-0"].status.set_result(-9)
             generator.fail = SetupError("the rollout server does not answer")
             generator.before = recover
@@ -543,6 +600,7 @@ async def test_a_server_that_dies_before_the_generator_is_connected_is_replaced(
         assert generator.addresses == left
         assert generator.num_connected == 2
         if num_replicas > 1:
+            launcher.may_serve.set()
             await pool.until_reached()
         await pool.ensure_healthy()
         assert pool.names == [f"rollout-{number}" for number in range(num_replicas)]
@@ -674,9 +732,9 @@ async def test_who_waits_for_a_change_is_told_of_servers_that_end_and_that_start
     async with _pool(launcher) as pool:
         await pool.connect(Requirements())
         waiting = asyncio.create_task(pool.wait_for_change())
+        launcher.may_serve.clear()
         await pool.die("rollout-0")
         await waiting
-        launcher.may_serve.clear()
         assert await pool.ensure_healthy()
         waiting = asyncio.create_task(pool.wait_for_change())
         adding = await pool.add(ELSEWHERE)
@@ -854,13 +912,16 @@ class _Run(RuleBasedStateMachine):
     @rule(data=strategies.data(), now=strategies.booleans(), sessions=strategies.integers(0, 1))
     def drain(self, data: strategies.DataObject, now: bool, sessions: int) -> None:
         self.generator.sessions = sessions
+        dead = {server.name for server in self.pool.live if server.ended.done()}
         name = data.draw(strategies.sampled_from(self.pool.names))
-        only = not set(self.pool.routes.serving) - {self.pool._rotation[name].address}
+        refused = name in dead or not set(self.pool.routes.serving) - {
+            self.pool._rotation[name].address
+        }
 
         async def drain() -> None:
             self.pool.drain(name, now=now)
 
-        with pytest.raises(ProcessError) if only else contextlib.nullcontext():
+        with pytest.raises(ProcessError) if refused else contextlib.nullcontext():
             self.loop.run_until_complete(drain())
 
     @rule(data=strategies.data())
