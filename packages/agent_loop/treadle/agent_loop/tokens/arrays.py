@@ -2,7 +2,8 @@
 
 Invariants:
 
-1. An array never changes. Slices share its memory.
+1. An array never changes. Slices share its memory. It holds `bytes` where it can, and makes the
+   view of them (`data`) on reading: a view takes 300 bytes, more than a short array has.
 2. It is a `Sequence`, equal to an array or a tuple of the same values, with the hash of that tuple.
 3. It crosses a process as bytes: pickling makes no Python object per token, and pickle protocol 5
    hands its memory out of band, without a copy, if the caller asks for that (`buffer_callback`).
@@ -33,7 +34,7 @@ class TypedArray(Sequence[T]):
         TypeError: A value is of another type.
     """
 
-    __slots__ = ("data",)
+    __slots__ = ("_memory",)
 
     _TYPECODE: ClassVar[str]
     """What `array` makes of the values."""
@@ -41,14 +42,19 @@ class TypedArray(Sequence[T]):
     _FORMAT: ClassVar[str]
     """What the memory is read as, as in `struct`."""
 
-    data: memoryview
-    """The memory, read only, one item per value."""
+    _memory: bytes | memoryview
+    """Bytes, not empty; or what `data` returns."""
 
     def __init__(self, values: Iterable[T] = ()) -> None:
         if isinstance(values, type(self)):
-            self.data = values.data
+            self._memory = values._memory
         else:
-            self.data = self.of_buffer(memoryview(array(self._TYPECODE, values))).data
+            self._memory = self.of_buffer(array(self._TYPECODE, values).tobytes())._memory
+
+    @classmethod
+    def of(cls, values: Iterable[T]) -> Self:
+        """Returns an array of the values: the same object where they are one of the class."""
+        return values if type(values) is cls else cls(values)
 
     @classmethod
     def of_buffer(cls, buffer: bytes | bytearray | memoryview | PickleBuffer) -> Self:
@@ -58,10 +64,19 @@ class TypedArray(Sequence[T]):
             TypeError: The buffer's size is no multiple of the item's.
         """
         found = cls.__new__(cls)
-        # An empty view cannot be cast, whatever its type.
         whole: Any = memoryview(buffer)
-        found.data = whole.cast("B").cast(cls._FORMAT).toreadonly() if whole.nbytes else _EMPTY
+        if not whole.nbytes:
+            found._memory = _EMPTY  # an empty view cannot be cast, whatever its type
+            return found
+        view = whole.cast("B").cast(cls._FORMAT).toreadonly()
+        found._memory = buffer if type(buffer) is bytes else view
         return found
+
+    @property
+    def data(self) -> memoryview:
+        """The memory, read only, one item per value."""
+        memory = self._memory
+        return memory if isinstance(memory, memoryview) else memoryview(memory).cast(self._FORMAT)
 
     def __len__(self) -> int:
         return len(self.data)
@@ -115,7 +130,7 @@ class TypedArray(Sequence[T]):
         return copyreg.__newobj__, (type(self),), memory  # type: ignore[attr-defined]
 
     def __setstate__(self, memory: bytes | bytearray | memoryview | PickleBuffer) -> None:
-        self.data = self.of_buffer(memory).data
+        self._memory = self.of_buffer(memory)._memory
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         numpy: Any = sys.modules["numpy"]  # which calls this

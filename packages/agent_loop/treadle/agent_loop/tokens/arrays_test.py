@@ -1,5 +1,6 @@
 """Typed arrays: sequences that equal tuples, in few bytes, also where they cross a process."""
 
+import gc
 import pickle
 
 import pytest
@@ -49,6 +50,17 @@ def test_a_number_that_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError, match="read-only"):
         IntArray((1,)).data[0] = 2
     assert FloatArray((0.1,))[0] == 0.10000000149011612, "float32 has fewer digits"
+
+
+@pytest.mark.parametrize("over", ["given", "pickled", "made"])
+def test_an_array_holds_bytes_and_no_view_of_them(over: str) -> None:
+    made = IntArray((1, 2)) if over == "made" else IntArray.of_buffer(b"\1\0\0\0\2\0\0\0")
+    if over == "pickled":
+        made = pickle.loads(pickle.dumps(made, protocol=5))
+    assert made.data.tolist() == [1, 2]
+    held = [each for each in gc.get_referents(made) if not isinstance(each, type)]
+    assert held == [b"\1\0\0\0\2\0\0\0"]
+    assert IntArray.of(made) is made
 
 
 def test_a_pickled_trajectory_has_no_object_per_token() -> None:

@@ -177,8 +177,8 @@ class Tokens(LateField[SpanTable]):
             raise ValueError(f"{length} ids have {len(logprobs)} logprobs")
         if length != (spans[-1].stop if spans else 0):
             raise ValueError(f"{length} ids have spans {spans}, which do not tile them")
-        object.__setattr__(self, "ids", IntArray(ids))
-        object.__setattr__(self, "logprobs", FloatArray(logprobs))
+        object.__setattr__(self, "ids", IntArray.of(ids))
+        object.__setattr__(self, "logprobs", FloatArray.of(logprobs))
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "images", images)
         object.__setattr__(self, "routed_experts", routed_experts)
@@ -206,7 +206,7 @@ class Tokens(LateField[SpanTable]):
         for origin, start, stop, _ in self.runs():
             if origin is Origin.SAMPLED:
                 mask[start:stop] = b"\x01" * (stop - start)
-        return BoolArray.of_buffer(mask)
+        return BoolArray.of_buffer(bytes(mask))
 
     @property
     def num_prompt_tokens(self) -> int:

@@ -116,15 +116,15 @@ class TrainSequence:
         is_outline: bool = False,
     ) -> None:
         given = {
-            "ids": IntArray(ids),
-            "loss_mask": BoolArray(loss_mask),
-            "advantages": advantages if isinstance(advantages, float) else FloatArray(advantages),
+            "ids": IntArray.of(ids),
+            "loss_mask": BoolArray.of(loss_mask),
+            "advantages": advantages if isinstance(advantages, float) else _floats(advantages),
             "rollout_logprobs": _floats(rollout_logprobs),
             "old_logprobs": _floats(old_logprobs),
             "ref_logprobs": _floats(ref_logprobs),
             "trajectory": trajectory,
-            "stale": None if stale is None else BoolArray(stale),
-            "selected": None if selected is None else BoolArray(selected),
+            "stale": None if stale is None else BoolArray.of(stale),
+            "selected": None if selected is None else BoolArray.of(selected),
             "values": _floats(values),
             "returns": _floats(returns),
             "routed_experts": routed_experts,
@@ -194,7 +194,7 @@ class TrainSequence:
 
 
 def _floats(values: Sequence[float] | None) -> FloatArray | None:
-    return None if values is None else FloatArray(values)
+    return None if values is None else FloatArray.of(values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -458,4 +458,4 @@ def _stale(tokens: Tokens, version: int) -> BoolArray | None:
         goes_on = start == last_stop and bool(stale[last_stop - 1])
         stale[start:stop] = bytes([older or goes_on]) * (stop - start)
         last_stop = stop
-    return BoolArray.of_buffer(stale) if any(stale) else None
+    return BoolArray.of_buffer(bytes(stale)) if any(stale) else None

@@ -372,16 +372,17 @@ def _sampled(tokens: Tokens, spans: SpanTable) -> bytes | memoryview:
     return sampled if _of_all(sampled, spans, len(tokens.ids)) == whole else whole
 
 
-def _of_all(logprobs: bytes, spans: SpanTable, length: int) -> bytes | bytearray:
+def _of_all(logprobs: bytes, spans: SpanTable, length: int) -> bytes:
     """Returns the log-probabilities of all tokens, of what `_sampled` returned."""
     if len(logprobs) == _FLOAT_BYTES * length:
         return logprobs
-    whole, first = bytearray(_FLOAT_BYTES * length), 0
+    parts: list[bytes] = []
+    first = done = 0
     for start, stop in _places(spans):
         last = first + stop - start
-        whole[start:stop] = logprobs[first:last]
-        first = last
-    return whole
+        parts += bytes(max(0, start - done)), logprobs[first:last]
+        first, done = last, stop
+    return b"".join([*parts, bytes(max(0, _FLOAT_BYTES * length - done))])
 
 
 def _places(spans: SpanTable) -> Iterator[tuple[int, int]]:
