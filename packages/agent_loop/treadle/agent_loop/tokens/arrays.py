@@ -3,7 +3,8 @@
 Invariants:
 
 1. An array never changes. Slices share its memory. It holds `bytes` where it can, and makes the
-   view of them (`data`) on reading: a view takes 300 bytes, more than a short array has.
+   view of them (`data`) on reading: a view takes 300 bytes, more than a short array has. It may
+   also hold less (`LateMemory`), of which the memory is made on reading.
 2. It is a `Sequence`, equal to an array or a tuple of the same values, with the hash of that tuple.
 3. It crosses a process as bytes: pickling makes no Python object per token, and pickle protocol 5
    hands its memory out of band, without a copy, if the caller asks for that (`buffer_callback`).
@@ -18,9 +19,23 @@ from collections.abc import Iterable, Iterator, Sequence
 from pickle import PickleBuffer
 from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "TypedArray"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "LateMemory", "TypedArray"]
 
 T = TypeVar("T", bool, int, float)
+
+
+class LateMemory:
+    """Makes the memory of an array, at least one item, whenever it is read."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        """Returns the number of items."""
+        raise NotImplementedError
+
+    def read(self) -> bytes:
+        """Returns the memory."""
+        raise NotImplementedError
 
 
 class TypedArray(Sequence[T]):
@@ -42,8 +57,11 @@ class TypedArray(Sequence[T]):
     _FORMAT: ClassVar[str]
     """What the memory is read as, as in `struct`."""
 
-    _memory: bytes | memoryview
-    """Bytes, not empty; or what `data` returns."""
+    _BYTES: ClassVar[int]
+    """Size of an item."""
+
+    _memory: bytes | memoryview | LateMemory
+    """Bytes, not empty; what makes them; or what `data` returns."""
 
     def __init__(self, values: Iterable[T] = ()) -> None:
         if isinstance(values, type(self)):
@@ -72,14 +90,25 @@ class TypedArray(Sequence[T]):
         found._memory = buffer if type(buffer) is bytes else view
         return found
 
+    @classmethod
+    def of_late(cls, memory: LateMemory) -> Self:
+        """Returns an array whose memory is made when it is read."""
+        found = cls.__new__(cls)
+        found._memory = memory
+        return found
+
     @property
     def data(self) -> memoryview:
         """The memory, read only, one item per value."""
         memory = self._memory
-        return memory if isinstance(memory, memoryview) else memoryview(memory).cast(self._FORMAT)
+        if isinstance(memory, memoryview):
+            return memory
+        whole = memory if isinstance(memory, bytes) else memory.read()
+        return memoryview(whole).cast(self._FORMAT)
 
     def __len__(self) -> int:
-        return len(self.data)
+        memory = self._memory
+        return len(memory) // self._BYTES if isinstance(memory, bytes) else len(memory)
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> T: ...
@@ -89,6 +118,8 @@ class TypedArray(Sequence[T]):
 
     def __getitem__(self, index: SupportsIndex | slice) -> T | Self:
         if not isinstance(index, slice):
+            if isinstance(self._memory, LateMemory):
+                self._memory = self._memory.read()  # else each item would take the time of all
             items: Any = self.data
             value: T = items[index.__index__()]
             return value
@@ -143,6 +174,7 @@ class IntArray(TypedArray[int]):
 
     __slots__ = ()
     _TYPECODE = _FORMAT = "I"
+    _BYTES = 4
 
 
 class FloatArray(TypedArray[float]):
@@ -150,13 +182,14 @@ class FloatArray(TypedArray[float]):
 
     __slots__ = ()
     _TYPECODE = _FORMAT = "f"
+    _BYTES = 4
 
 
 class BoolArray(TypedArray[bool]):
     """Flags, one byte each."""
 
     __slots__ = ()
-    _TYPECODE, _FORMAT = "B", "?"
+    _TYPECODE, _FORMAT, _BYTES = "B", "?", 1
 
 
 _EMPTY = memoryview(b"")

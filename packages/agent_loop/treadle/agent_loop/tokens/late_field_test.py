@@ -1,5 +1,6 @@
 """Tokens whose spans are numbers until somebody reads them; trajectories are in the trainer's."""
 
+import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -37,6 +38,29 @@ def test_nothing_but_the_spans_themselves_makes_them() -> None:
     assert not table.is_made
     assert tokens == WHOLE and hash(tokens) == hash(WHOLE)
     assert table.is_made
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "num_bytes"), [((0.0, 0.0, -0.5), 4), ((0.0, -1.0, -0.5), 12), ((-0.0,) * 3, 12)]
+)
+def test_log_probabilities_of_tokens_that_nobody_sampled_take_no_memory_if_they_are_0(
+    logprobs: tuple[float, ...], num_bytes: int
+) -> None:
+    table = SpanTable.of(WHOLE.spans)
+    assert table is not None
+    packed = table.pack_logprobs(FloatArray(logprobs))
+    assert memoryview(packed).nbytes == num_bytes
+
+    def made() -> FloatArray:
+        return table.unpack_logprobs(bytes(packed))
+
+    assert made().data.tobytes() == FloatArray(logprobs).data.tobytes()
+    assert len(made()) == 3
+    assert made()[1:] == logprobs[1:]
+    assert FloatArray(made()) == FloatArray.of(made()) == logprobs
+    assert pickle.loads(pickle.dumps(made(), protocol=5)) == logprobs
+    read = made()
+    assert (read[2], read[-2], len(read)) == (logprobs[2], logprobs[1], 3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

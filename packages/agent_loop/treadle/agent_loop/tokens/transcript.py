@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Self
 
-from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray
+from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray, LateMemory
 from treadle.agent_loop.tokens.late_field import FieldSource, LateField
 from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
 from treadle.agent_loop.types import Completion, RoutedExperts
@@ -57,6 +57,8 @@ class Span:
 
 
 _ORIGINS: Final = tuple(Origin)
+_SAMPLED: Final = _ORIGINS.index(Origin.SAMPLED)
+_FLOAT_BYTES: Final = 4
 _MAX_NUMBER: Final = 2**32 - 1
 
 
@@ -112,13 +114,22 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
         return self.values[2 * len(self)] if len(self) else 0
 
     @property
+    def num_tokens(self) -> int:
+        """Position after the last span."""
+        return self.values[3 * len(self) - 1] if len(self) else 0
+
+    @property
     def num_sampled(self) -> int:
         """Number of sampled tokens."""
         if self._num_sampled is None:
-            self._num_sampled = sum(
-                stop - start for origin, start, stop, _ in self.rows() if origin is Origin.SAMPLED
-            )
+            self._num_sampled = sum(stop - start for start, stop in self.sampled())
         return self._num_sampled
+
+    def sampled(self) -> list[tuple[int, int]]:
+        """Returns start and stop of each sampled span."""
+        values, n = self.values.data.tolist(), len(self)
+        spans = zip(values[:n], values[n : 2 * n], values[2 * n : 3 * n], strict=True)
+        return [(start, stop) for origin, start, stop in spans if origin == _SAMPLED]
 
     def rows(self) -> Iterator[tuple[Origin, int, int, int | None]]:
         """Yields origin, start, stop and weight version of each span."""
@@ -126,6 +137,20 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
         columns = values[:n], values[n : 2 * n], values[2 * n : 3 * n], values[3 * n :]
         for origin, start, stop, version in zip(*columns, strict=True):
             yield _ORIGINS[origin], start, stop, version - 1 if version else None
+
+    def pack_logprobs(self, logprobs: FloatArray) -> bytes | memoryview:
+        """Returns the memory of the sampled tokens' alone, or of all if another one's is not 0."""
+        data = logprobs.data
+        sampled = b"".join(data[start:stop] for start, stop in self.sampled())
+        # As bytes, since -0.0 equals 0.0.
+        same = self.unpack_logprobs(sampled).data.tobytes() == data.tobytes()
+        return sampled if same else data
+
+    def unpack_logprobs(self, packed: bytes) -> FloatArray:
+        """Returns the log-probabilities of all tokens, of what `pack_logprobs` returned."""
+        if len(packed) == _FLOAT_BYTES * self.num_tokens:
+            return FloatArray.of_buffer(packed)
+        return FloatArray.of_late(_SampledLogprobs(packed, self))
 
     def make(self) -> tuple[Span, ...]:
         """Returns the spans."""
@@ -136,6 +161,36 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
 
     def __reduce__(self) -> tuple[type[Self], tuple[IntArray]]:
         return type(self), (self.values,)
+
+
+class _SampledLogprobs(LateMemory):
+    """Log-probabilities of L tokens, in the memory of those of the S sampled ones; others are 0.
+
+    Args:
+        sampled: float32, [S].
+        spans: Of the tokens; there is at least one.
+    """
+
+    __slots__ = ("_length", "_sampled", "_spans")
+
+    def __init__(self, sampled: bytes, spans: SpanTable) -> None:
+        self._length = spans.num_tokens
+        self._sampled = sampled
+        self._spans = spans
+
+    def __len__(self) -> int:
+        return self._length
+
+    def read(self) -> bytes:
+        """Returns the log-probabilities of all tokens, float32, [L]."""
+        sampled, zero = self._sampled, bytes(_FLOAT_BYTES)
+        parts: list[bytes] = []
+        first = done = 0
+        for start, stop in self._spans.sampled():
+            last = first + _FLOAT_BYTES * (stop - start)
+            parts += zero * (start - done), sampled[first:last]
+            first, done = last, stop
+        return b"".join([*parts, zero * (self._length - done)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, init=False)

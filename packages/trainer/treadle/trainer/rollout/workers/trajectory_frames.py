@@ -6,8 +6,8 @@ Invariants:
    the images of the task, wherever the trajectory shows them again; the driver has them. Another
    image travels once per trajectory.
 2. The values of tokens, images and chosen experts are frames: the driver copies each once, out of
-   the message, and makes no object per token. Log-probabilities travel of sampled tokens only,
-   where the others are 0; the driver fills these in.
+   the message, and makes no object per token. Where only sampled tokens have log-probabilities, the
+   others' neither travel nor take memory in the driver, which fills them in on reading.
 3. Messages with their calls stay bytes until somebody reads them, and spans stay numbers: the
    driver makes no object per turn. What it asks of every trajectory comes beside them.
 4. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
@@ -25,7 +25,7 @@ import pickle
 import traceback
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
 from itertools import islice
 from operator import attrgetter
@@ -35,12 +35,10 @@ from typing import Any, Generic, Self, TypeAlias, TypeVar, cast
 from treadle.agent_loop import (
     AgentTask,
     Exchange,
-    FloatArray,
     Image,
     LoopError,
     Message,
     MessageSource,
-    Origin,
     PlacedImage,
     RolloutError,
     RoutedExperts,
@@ -66,7 +64,6 @@ PackedTrajectory: TypeAlias = tuple[bytes, tuple[bytes | PickleBuffer, ...]]
 """A pickle of plain values, and the frames that it refers to (pickle protocol 5)."""
 
 _ERRORS = "treadle.agent_loop.errors"
-_FLOAT_BYTES = 4
 
 
 class WorkerLostError(RolloutError):
@@ -342,7 +339,7 @@ def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:
     experts = [] if tokens.routed_experts is None else [tokens.routed_experts]
     return [
         tokens.ids,
-        PickleBuffer(_sampled(tokens, table)),
+        PickleBuffer(table.pack_logprobs(tokens.logprobs)),
         table.values,
         _PLACED.apart(tokens.images),
         [number(placed.image) for placed in tokens.images],
@@ -359,37 +356,10 @@ def _tokens(apart: Any, images: list[Image]) -> Tokens:
     return Tokens.of_source(
         table,
         ids=ids,
-        logprobs=FloatArray.of_buffer(_of_all(logprobs, table, len(ids))),
+        logprobs=table.unpack_logprobs(logprobs),
         images=tuple(_PLACED.make(placed, [images[number] for number in numbers])),
         routed_experts=next(iter(_EXPERTS.make(experts, data)), None),
     )
-
-
-def _sampled(tokens: Tokens, spans: SpanTable) -> bytes | memoryview:
-    """Returns the log-probabilities of sampled tokens, or of all if another one has any."""
-    whole: Any = tokens.logprobs.data.cast("B")
-    sampled = b"".join(whole[start:stop] for start, stop in _places(spans))
-    return sampled if _of_all(sampled, spans, len(tokens.ids)) == whole else whole
-
-
-def _of_all(logprobs: bytes, spans: SpanTable, length: int) -> bytes:
-    """Returns the log-probabilities of all tokens, of what `_sampled` returned."""
-    if len(logprobs) == _FLOAT_BYTES * length:
-        return logprobs
-    parts: list[bytes] = []
-    first = done = 0
-    for start, stop in _places(spans):
-        last = first + stop - start
-        parts += bytes(max(0, start - done)), logprobs[first:last]
-        first, done = last, stop
-    return b"".join([*parts, bytes(max(0, _FLOAT_BYTES * length - done))])
-
-
-def _places(spans: SpanTable) -> Iterator[tuple[int, int]]:
-    """Yields where the memory of the log-probabilities of sampled tokens starts and stops."""
-    for origin, start, stop, _ in spans.rows():
-        if origin is Origin.SAMPLED:
-            yield _FLOAT_BYTES * start, _FLOAT_BYTES * stop
 
 
 def _portable(error: RolloutError) -> RolloutError:
