@@ -90,3 +90,25 @@ def test_every_path_that_a_page_names_exists(page: str) -> None:
 def test_every_module_that_the_docs_name_exists() -> None:
     text = "".join(page.read_text() for page in DOCS.glob("**/*.md"))
     assert missing(set(re.findall(r"`((?!dist/)\w+/[\w./-]*\.(?:py|json|txt|yaml))`", text))) == []
+
+
+def test_every_test_that_the_docs_name_exists() -> None:
+    named: set[tuple[str, str]] = set()
+    for page in DOCS.glob("**/*.md"):
+        file = ""
+        for path, test in re.findall(r"`([\w./]*_test\.py)?(?:::(test_\w+))?`", page.read_text()):
+            file = path or file  # `::test_x` continues the list of the file before it
+            named |= {(file, test)} if test else set()
+    tests = [p for folder in (*SOURCES, "tests") for p in (DOCS.parent / folder).rglob("*_test.py")]
+    defined = [
+        (path.relative_to(DOCS.parent).as_posix(), set(re.findall(r"def (test_\w+)", text)))
+        for path in tests
+        if (text := path.read_text())
+    ]
+    lacking = [
+        f"{file}::{test}"
+        for file, test in sorted(named)
+        if not any(f"/{path}".endswith(f"/{file}") and test in names for path, names in defined)
+    ]
+    assert len(named) > 40
+    assert lacking == []
