@@ -125,7 +125,7 @@ class _Endpoint:
             body = await session.while_open(
                 self._bodies.read(request, max_bytes=self._max_body_bytes)
             )
-            # Only now: agents that send slowly take no place of the others.
+            # Only now: agents that send slowly take no slot of the others.
             slots.enter_context(self._sessions.slot())
             allowed = session.allowed.for_request()
             asked = await _read(session, partial(api.read, body, allowed, session), len(body))
