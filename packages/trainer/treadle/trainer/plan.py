@@ -211,7 +211,7 @@ def make_plan(config: Config, *, num_train_rows: int, num_val_rows: int, cpus: i
     """Returns the plan of a configuration.
 
     Raises:
-        ConfigError: there are too few rows for one step, or too few trajectories for its updates.
+        ConfigError: There are too few rows for one step, or too few trajectories for its updates.
     """
     plan = Plan(config=config, num_train_rows=num_train_rows, num_val_rows=num_val_rows, cpus=cpus)
     if not plan.steps_per_epoch:

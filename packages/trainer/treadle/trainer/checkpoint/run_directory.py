@@ -119,7 +119,7 @@ class RunDirectory:
         """Makes and locks the directory.
 
         Raises:
-            RunDirectoryError: it cannot be made, or another trainer uses it.
+            RunDirectoryError: It cannot be made, or another trainer uses it.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -328,7 +328,7 @@ class Checkpoints:
                 hold the model as a Hugging Face directory. Both are read again for the manifest.
 
         Raises:
-            RunDirectoryError: the disk is full or cannot be written; the previous checkpoint stays
+            RunDirectoryError: The disk is full or cannot be written; the previous checkpoint stays
                 the latest.
         """
         with self._writing(step) as partial:

@@ -23,7 +23,7 @@ def read_authkey() -> bytes:
     """Returns the key of the connections between driver and ranks, which the driver sets.
 
     Raises:
-        RuntimeError: the process was not started by a driver.
+        RuntimeError: The process was not started by a driver.
     """
     key = os.environ.get(AUTHKEY_VARIABLE)
     if not key:

@@ -104,7 +104,7 @@ class LocalProcess:
         """Starts it; called once.
 
         Raises:
-            ProcessError: the interpreter or the command cannot be run.
+            ProcessError: The interpreter or the command cannot be run.
         """
         self._ready_path.unlink(missing_ok=True)
         args = [argument.replace("{host}", host) for argument in self._spec.args]

@@ -131,7 +131,7 @@ class Launcher(Protocol):
         """Starts one process.
 
         Raises:
-            ProcessError: it could not be started there.
+            ProcessError: It could not be started there.
         """
         ...
 

@@ -402,7 +402,7 @@ class RayLauncher:
         """Joins the cluster, or starts one on this machine; reserves the GPUs of the run.
 
         Raises:
-            ProcessError: the cluster cannot be reached, or has not the GPUs.
+            ProcessError: The cluster cannot be reached, or has not the GPUs.
         """
         await asyncio.to_thread(self._join)
         try:

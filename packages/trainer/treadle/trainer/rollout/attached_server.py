@@ -54,7 +54,7 @@ class AttachedServer:
         """Connects to the server.
 
         Raises:
-            SetupError: it does not answer, or its tokenizer, vocabulary, context or capabilities do
+            SetupError: It does not answer, or its tokenizer, vocabulary, context or capabilities do
                 not fit.
         """
         rollout = self._config.rollout

@@ -38,7 +38,7 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False
         images: Whether rows may have images.
 
     Raises:
-        SetupError: a catalogue cannot be used, a name in `agent.loops` is taken, one of its
+        SetupError: A catalogue cannot be used, a name in `agent.loops` is taken, one of its
             loops or `agent.default_loop` cannot be made, or tools and interactions report one
             metric under two rules.
         SeveralProblems: more than one of these.
@@ -106,7 +106,7 @@ def load_loops(config: AgentConfig, own: OwnCode = NOTHING) -> LoopRegistry:
     """Returns the loops that rows may name.
 
     Raises:
-        SetupError: a name in `agent.loops` is taken, or one of its loops or `agent.default_loop`
+        SetupError: A name in `agent.loops` is taken, or one of its loops or `agent.default_loop`
             cannot be made.
         SeveralProblems: more than one of these.
     """

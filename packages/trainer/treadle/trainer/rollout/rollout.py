@@ -84,7 +84,7 @@ class Servers(Protocol):
         """Replaces dead servers where it can; returns whether a server died or was restarted.
 
         Raises:
-            NoServerLeftError: no server is left.
+            NoServerLeftError: No server is left.
         """
         ...
 
@@ -136,8 +136,8 @@ class Rollout:
         With `routed_experts`, trajectories have the experts of their rows.
 
         Raises:
-            NoServerLeftError: no server is left.
-            SetupError: a restarted server does not fit.
+            NoServerLeftError: No server is left.
+            SetupError: A restarted server does not fit.
         """
         settings = RunnerSettings(
             sampling=sampling,
@@ -278,8 +278,8 @@ class Rollout:
             Whether a server died, was waited for or joined meanwhile.
 
         Raises:
-            NoServerLeftError: no server is left.
-            SetupError: a restarted server does not fit.
+            NoServerLeftError: No server is left.
+            SetupError: A restarted server does not fit.
         """
         disturbed = False
         with OpenSessions(self.servers.generator) as generator:

@@ -139,7 +139,7 @@ def check_server_command(config: Config) -> None:
     """Checks that the servers can be started.
 
     Raises:
-        ConfigError: a TLS file or the token file is missing, or the engine is not in this
+        ConfigError: A TLS file or the token file is missing, or the engine is not in this
             interpreter's environment and no command names another one, or the command is not on
             this machine, where the servers will run.
     """
@@ -191,7 +191,7 @@ def ask_server_command(config: Config) -> str:
     """Runs the server's command with `--help`; returns one line about its answer.
 
     Raises:
-        ConfigError: it does not run, or does not know a setting of this run.
+        ConfigError: It does not run, or does not know a setting of this run.
     """
     command = config.rollout.server_command
     wanted = [key for key, _ in _arguments(config, Path("weights"))]

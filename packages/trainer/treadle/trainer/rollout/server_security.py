@@ -55,7 +55,7 @@ class ServerSecurity:
         """Reads the files; returns the settings of a channel.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError: A file cannot be read.
         """
         from treadle.agent_loop.rpc import ChannelSecurity
 

@@ -415,9 +415,9 @@ class TrainingContext:
         """Gives the policy's weights to all servers, as `version`; returns metrics of the bytes.
 
         Raises:
-            NoServerLeftError: no server is left, and none may be started.
-            WeightSyncError: no server took the weights, and some of them live.
-            SetupError: a restarted server does not fit.
+            NoServerLeftError: No server is left, and none may be started.
+            WeightSyncError: No server took the weights, and some of them live.
+            SetupError: A restarted server does not fit.
         """
         offload = self.memory_offload
         with (

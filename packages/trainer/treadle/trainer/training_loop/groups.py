@@ -250,7 +250,7 @@ def survivors_of(groups: Sequence[Group], estimator: FoundEstimator, *, version:
         version: Of the policy's weights; tokens of older versions are marked stale.
 
     Raises:
-        NoGroupLeftError: no group has enough survivors.
+        NoGroupLeftError: No group has enough survivors.
     """
     kept = [group for group in groups if is_trainable(group, estimator)]
     every = [trajectory for group in groups for trajectory in group.trajectories]

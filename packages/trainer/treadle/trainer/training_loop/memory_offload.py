@@ -69,7 +69,7 @@ class MemoryOffload:
         """Pauses all servers and makes them release their memory.
 
         Raises:
-            WeightSyncError: the servers cannot do that at all.
+            WeightSyncError: The servers cannot do that at all.
         """
 
         async def release(server: WeightSyncClient) -> None:

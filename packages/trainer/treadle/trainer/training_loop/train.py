@@ -52,9 +52,9 @@ async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summar
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
-        SetupError: the model's weights cannot be had.
-        RunDirectoryError: the directory is in use, holds another run, or cannot be written.
-        Exception: see `run_schedule` and `build_context`.
+        SetupError: The model's weights cannot be had.
+        RunDirectoryError: The directory is in use, holds another run, or cannot be written.
+        Exception: See `run_schedule` and `build_context`.
     """
     given, run_dir, plan = run.config, run.run_dir, run.plan
     config = await asyncio.to_thread(with_local_model, given)

@@ -232,7 +232,7 @@ class Architecture:
 
         Raises:
             FileNotFoundError: config.json is missing.
-            UnsupportedModelError: see the class.
+            UnsupportedModelError: See the class.
         """
         from transformers import AutoConfig
 

@@ -266,7 +266,7 @@ def save_hf(
         beside: Writes more files into the folder that it is given.
 
     Raises:
-        CheckpointError: it could not be written; on every rank.
+        CheckpointError: It could not be written; on every rank.
     """
     everything = collect(mine, specs, w)
 
@@ -284,7 +284,7 @@ def save_folder(write: Callable[[Path], None], folder: Path, world: World) -> No
     """Makes `folder`, of the files that `write` puts into it on rank 0; collective.
 
     Raises:
-        CheckpointError: it could not be written; on every rank.
+        CheckpointError: It could not be written; on every rank.
     """
     building = folder.with_name(f".{folder.name}.writing")
 

@@ -66,7 +66,7 @@ def install(*, trace: bool = False) -> bool:
         True if the facade is active, False if CUDA is available and nothing was changed.
 
     Raises:
-        ImportError: megatron-core is missing or of another version.
+        ImportError: Megatron-core is missing or of another version.
         RuntimeError: megatron.core was imported before this call.
     """
     global _proxy, _hits

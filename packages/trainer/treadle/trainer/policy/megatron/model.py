@@ -217,7 +217,7 @@ def build(
     """This rank's part of the model, its parameters not yet initialised; a `PolicyModel` or `kind`.
 
     Raises:
-        UnsupportedModelError: the parallel sizes do not divide the model.
+        UnsupportedModelError: The parallel sizes do not divide the model.
     """
     architecture.check_parallel(tensor=world.tensor, pipeline=world.pipeline)
     architecture.check_context(world.context)

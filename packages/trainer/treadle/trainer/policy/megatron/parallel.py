@@ -190,8 +190,8 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
     """Joins the other ranks.
 
     Raises:
-        ValueError: the rendezvous is for another number of ranks than `parallel` makes.
-        RuntimeError: a world is already up in this process.
+        ValueError: The rendezvous is for another number of ranks than `parallel` makes.
+        RuntimeError: A world is already up in this process.
     """
     if rendezvous.world_size != parallel.num_ranks:
         raise ValueError(

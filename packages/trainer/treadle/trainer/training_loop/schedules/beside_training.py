@@ -48,7 +48,7 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
         first_step: Number of the first step.
 
     Raises:
-        Exception: see `run_sync`.
+        Exception: See `run_sync`.
     """
     await validate_before_training(context, first_step=first_step)
     async with _begin(context, rule) as groups:
@@ -152,7 +152,7 @@ class _Groups:
             that `survivors_of` says why there is nothing to train on.
 
         Raises:
-            NoServerLeftError: no server is left.
+            NoServerLeftError: No server is left.
         """
         size, samples = self.queue.size, self.context.config.rollout.samples_per_prompt
         await self.rollout.recover()

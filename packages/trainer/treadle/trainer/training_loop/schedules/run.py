@@ -14,7 +14,7 @@ async def run_schedule(context: TrainingContext, *, first_step: int) -> None:
     """Trains steps `first_step` to `context.total_steps`.
 
     Raises:
-        Exception: see `run_sync`.
+        Exception: See `run_sync`.
     """
     rule = _rule(context.config.schedule)
     if rule is None:

@@ -74,9 +74,9 @@ async def train_step(
         beside: The groups that are sampled meanwhile; None: none are.
 
     Raises:
-        AdvantageError: the estimator failed.
-        NoGroupLeftError: failures left nothing to train on.
-        Exception: see `run_sync`.
+        AdvantageError: The estimator failed.
+        NoGroupLeftError: Failures left nothing to train on.
+        Exception: See `run_sync`.
     """
     config = context.config
 

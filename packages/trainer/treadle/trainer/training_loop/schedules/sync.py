@@ -22,15 +22,15 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     """Trains steps `first_step` to `context.total_steps`.
 
     Raises:
-        AdvantageError: the estimator failed.
-        NoGroupLeftError: a step gave nothing to train on.
-        NoServerLeftError: no rollout server is left.
-        OutageError: a tool or another thing that trajectories need is down.
-        PolicyError: a policy rank failed, or an update left a policy or a critic that is not
+        AdvantageError: The estimator failed.
+        NoGroupLeftError: A step gave nothing to train on.
+        NoServerLeftError: No rollout server is left.
+        OutageError: A tool or another thing that trajectories need is down.
+        PolicyError: A policy rank failed, or an update left a policy or a critic that is not
             finite.
-        WeightSyncError: no server takes new weights.
-        RunDirectoryError: a checkpoint cannot be written.
-        OSError: the disk is full or gone.
+        WeightSyncError: No server takes new weights.
+        RunDirectoryError: A checkpoint cannot be written.
+        OSError: The disk is full or gone.
     """
     await validate_before_training(context, first_step=first_step)
     for step in range(first_step, context.total_steps + 1):
