@@ -1,4 +1,4 @@
-"""What an import of a module says when its extra is not installed."""
+"""The message of an import whose extra is not installed."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

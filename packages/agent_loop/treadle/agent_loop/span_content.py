@@ -1,4 +1,4 @@
-"""What the spans of a trajectory hold as `inputs` and `output`: plain data, as it was at the time.
+"""The `inputs` and `output` of the spans of a trajectory: plain data, as it was at the time.
 
 `messages_content` is also how a trajectory log has messages.
 

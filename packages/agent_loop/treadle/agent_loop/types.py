@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "user", "assistant", "tool"]
-"""Who a message is from."""
+"""The author of a message."""
 
 _ROLES = ("system", "user", "assistant", "tool")
 _IMAGE_TYPES = ("image/png", "image/jpeg", "image/webp")

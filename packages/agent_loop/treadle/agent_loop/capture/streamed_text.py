@@ -31,7 +31,7 @@ class StreamedTextError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnDelta:
-    """What has been added to a turn.
+    """The addition to a turn since the last one.
 
     Attributes:
         reasoning: Added to its reasoning.

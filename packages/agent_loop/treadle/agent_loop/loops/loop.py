@@ -64,7 +64,7 @@ RewardFn: TypeAlias = Callable[[Trajectory], float | Score | Awaitable[float | S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Services:
-    """What a loop works with; shared by the trajectories of a run.
+    """The services that a loop works with; shared by the trajectories of a run.
 
     Attributes:
         generator: Samples tokens.

@@ -38,7 +38,7 @@ class ParsedText:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What is certain about a text whose end has not come yet.
+    """The part of a text that is certain before its end has come.
 
     Attributes:
         reasoning: What `ParsedText.reasoning` will begin with.

@@ -45,9 +45,9 @@ class MarkedFormat(CallFormat, Protocol):
     """A format that says where its calls may begin, so that the text before can be streamed."""
 
     marks: tuple[str, ...]
-    """What a call, or a mark around calls or content, begins with; at least one."""
+    """The beginnings of a call, or of a mark around calls or content; at least one."""
     leads: tuple[str, ...]
-    """What begins a call only at the beginning of the content."""
+    """The beginnings of a call that count only at the beginning of the content."""
 
 
 @runtime_checkable

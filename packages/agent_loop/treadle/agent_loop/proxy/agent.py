@@ -36,7 +36,7 @@ class AgentCrashedError(LoopError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSession:
-    """What an agent gets.
+    """The task, the addresses and the key that an agent gets.
 
     Attributes:
         task: The task to do.

@@ -1,4 +1,4 @@
-"""What a request asks for and does not get: constrained sampling, and keys that nothing reads.
+"""Wishes of a request that are not fulfilled: constrained sampling, and keys that nothing reads.
 
 Invariant: whatever is let pass here is counted, and the trajectory says so. Agent frameworks ask
 for constraints by default (`strict` schemas, `tool_choice="required"`), and send back keys that
@@ -31,18 +31,18 @@ class AgentConstraints(enum.StrEnum):
 
     @property
     def required_capabilities(self) -> frozenset[str]:
-        """What servers must be able to do, named as in the contract."""
+        """The capabilities that servers must have, named as in the contract."""
         return frozenset({"constrained_sampling"} if self is AgentConstraints.ENFORCE else ())
 
 
 CONSTRAINTS = ("hosted_tools", "parallel_tool_calls", "response_format", "strict", "tool_choice")
-"""What requests ask for and do not get, as it is counted: parameters that constrain the sampling,
+"""The wishes that are counted and not fulfilled: parameters that constrain the sampling,
 and tools that a provider would run."""
 
 
 @dataclass(slots=True)
 class CallRules:
-    """What a request wants of the model's calls, where it is enforced.
+    """The rules of a request for the model's calls, where they are enforced.
 
     Attributes:
         strict: Names of the tools whose arguments follow their schemas.
@@ -61,7 +61,7 @@ class CallRules:
 
 
 class Allowances:
-    """What was let pass, in one request or in all of a session.
+    """Counts of what was let pass, in one request or in all of a session.
 
     Args:
         constraints: What to do with a request to constrain the sampling.

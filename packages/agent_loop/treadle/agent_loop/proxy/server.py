@@ -97,7 +97,7 @@ class _Server(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """What a server shows of itself.
+    """The certificate that a server shows, and its key.
 
     Attributes:
         certificate: PEM certificate chain.

@@ -31,7 +31,7 @@ _PREFIX = "ERROR_REASON_"
 
 
 class Action(enum.Enum):
-    """What the client does about a failed call."""
+    """The client's reaction to a failed call."""
 
     RAISE = "raise"
     """Raise: the call would fail again, on every replica."""

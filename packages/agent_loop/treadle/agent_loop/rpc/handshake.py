@@ -67,7 +67,7 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requirements:
-    """What the client requires of its servers. None means not checked.
+    """The client's requirements of its servers. None means not checked.
 
     Attributes:
         tokenizer_sha256: Hash of the renderer's tokenizer.json.

@@ -32,7 +32,7 @@ DEADLINE_S = 300 * 24 * 3600.0
 """Deadline of the call. It is far off, because each completion has one. A year or more counts as
 none."""
 MAX_REQUEST_BYTES = 1 << 20
-"""Of a request: a message has at most 4 MiB."""
+"""Maximum size of a request; a message has at most 4 MiB."""
 
 _MAX_BEGUN = 256
 """Completions that one message begins."""

@@ -12,7 +12,7 @@ from treadle.agent_loop.errors import RolloutError
 
 
 class Verdict(enum.Enum):
-    """What the runner does about a failed attempt."""
+    """The runner's reaction to a failed attempt."""
 
     RAISE = "raise"
     """Cancel everything and raise the error."""

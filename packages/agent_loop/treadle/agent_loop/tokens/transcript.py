@@ -39,7 +39,7 @@ from treadle.agent_loop.types import Completion, RoutedExperts
 
 
 class Origin(enum.StrEnum):
-    """Who wrote a span."""
+    """The writer of a span."""
 
     PROMPT = "prompt"
     SAMPLED = "sampled"

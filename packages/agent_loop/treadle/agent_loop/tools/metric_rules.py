@@ -21,7 +21,7 @@ COUNTS: Final = (
     "close_errors",
     "left_behind",
 )
-"""What a toolbox counts; each is the metric `tool/NAME`."""
+"""The counts of a toolbox; each is the metric `tool/NAME`."""
 _OWN: Final[Mapping[str, Reduce]] = {
     **{f"tool/{name}": Reduce.SUM for name in COUNTS},
     "agent_loop/tool_calls_s": Reduce.MEAN,

@@ -1,4 +1,4 @@
-"""What the APIs of the endpoint have in common: the request that all become, and its values.
+"""The common part of the endpoint's APIs: the request that all become, and its values.
 
 Invariant: pure. Each API reads its requests into an `AgentRequest` and writes its answers from
 turns; nothing else of the endpoint knows which API an agent speaks.

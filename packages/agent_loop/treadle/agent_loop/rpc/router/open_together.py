@@ -14,7 +14,7 @@ import grpc.aio
 from treadle.rollout.v1 import routing_service_pb2 as pb
 
 _MAX_SESSIONS = 256
-"""Of a call: far below what a router takes."""
+"""Maximum number in a call, far below what a router takes."""
 
 _Asked = tuple[pb.OpenSessionRequest, "asyncio.Future[pb.OpenSessionResponse | None]"]
 
