@@ -1,5 +1,5 @@
 # ruff: noqa: D102  (a check's name says what it shows)
-"""What every client relies on: GetServerInfo, health, reflection, deadlines and tokens."""
+"""The handshake of every client: GetServerInfo, health, reflection, deadlines and tokens."""
 
 from collections.abc import Callable
 

@@ -133,7 +133,7 @@ class ModelComparison(ContractBase):
         ]
 
     async def test_logprobs_of_a_prompt_are_those_of_transformers(self) -> None:
-        """Of prompts shorter and longer than a step, side by side."""
+        """Prompts are shorter and longer than a step, side by side."""
         async with self.engine() as engine:
             can, model = engine.info.capabilities, engine.info.model
             skip_unless(can.prompt_logprobs, "this engine reports no log-probs of prompts")
@@ -186,7 +186,7 @@ class ModelContract(ModelComparison):
     async def test_each_token_was_sampled_by_the_version_it_is_labelled_with(
         self, policy: InFlightPolicy
     ) -> None:
-        """Of sequences of three lengths, side by side.
+        """Sequences have three lengths, side by side.
 
         The log-prob shows the version, because no other gives the token the same one.
         """

@@ -156,7 +156,7 @@ class SamplingContract(ContractBase):
             assert total == pytest.approx(1.0, abs=1e-3)
 
     async def test_required_tags_are_all_that_is_sampled(self) -> None:
-        """Of two texts that differ in one character; the log-probs add up to 1 over both."""
+        """Two texts differ in one character; the probabilities of both add up to 1."""
         tagged = TaggedText(
             tags=tuple(Tag(begin=f"<{n}", json_schema='{"const": 7}', end=">") for n in "12"),
             trigger="<",
