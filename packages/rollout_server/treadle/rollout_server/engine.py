@@ -28,14 +28,14 @@ from typing import Protocol
 
 
 class Engine(Protocol):
-    """What a rollout server needs of an engine.
+    """An engine, as a rollout server needs it.
 
     The docstring of this module has the invariants; `treadle.conformance.contracts` tests them.
     """
 
     @property
     def info(self) -> "EngineInfo":
-        """What this engine is."""
+        """The description of this engine."""
 
     @property
     def weight_version(self) -> int:
@@ -124,7 +124,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
-    """What an engine can do beyond plain sampling; one bool per feature."""
+    """The features of an engine beyond plain sampling; one bool each."""
 
     sampled_logprobs: bool = False
     priority: bool = False
@@ -175,7 +175,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """What an engine is; fixed for its life.
+    """The description of an engine; fixed for its life.
 
     Attributes:
         name: Its name in the registry.
@@ -282,7 +282,7 @@ class TaggedText:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraint:
-    """What the text of a completion must be like.
+    """A form that the text of a completion must have.
 
     At each position, ids that no such text continues with are left out before temperature and
     truncation, so `Tokens.logprobs` are those of the constrained distribution. An id that ends the

@@ -85,7 +85,7 @@ class Replica:
 
     @property
     def state(self) -> ServerState:
-        """What the server does now."""
+        """The state of the server now."""
         return self._controller.state
 
     @property

@@ -41,7 +41,7 @@ class EngineController:
         clock: Times retries and latency.
 
     Attributes:
-        lifecycle: What the server does now.
+        lifecycle: The state of the server now.
         admission: Number of calls that run and that wait.
         queue: Where calls wait for the engine.
         control: Held while telling the engine what to do.
@@ -69,7 +69,7 @@ class EngineController:
 
     @property
     def state(self) -> ServerState:
-        """What the server does now."""
+        """The state of the server now."""
         return self.lifecycle.state
 
     @property

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 
 class ServerState(enum.Enum):
-    """What a server does; the value is the word used in messages."""
+    """The state of a server; the value is the word used in messages."""
 
     LOADING = "loading"  # no engine yet, or its weights are a mixture
     SERVING = "serving"
@@ -51,7 +51,7 @@ class Lifecycle:
 
     @property
     def state(self) -> ServerState:
-        """What the server does now."""
+        """The state of the server now."""
         return self._state
 
     def observe(self, observer: Callable[[ServerState], None]) -> None:

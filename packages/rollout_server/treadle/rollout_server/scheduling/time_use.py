@@ -30,7 +30,7 @@ __all__ = ["Cause", "SequenceTime", "TimeUse"]
 
 
 class Cause(enum.Enum):
-    """What a server does with its time; the value is the name of its field and label."""
+    """A cause of a server's time; the value is the name of its field and label."""
 
     STARTING = "starting"
     PREFILL = "prefill"

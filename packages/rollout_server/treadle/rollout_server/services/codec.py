@@ -43,9 +43,9 @@ from treadle.rollout_server.scheduling.time_use import Cause
 
 MAX_ID_BYTES = 128
 MAX_TENSORS = 1 << 20
-"""Of an update, and of the parts of a bucket; the largest models have a tenth."""
+"""Maximum number of tensors of an update, and of parts of a bucket; large models have a tenth."""
 MAX_NAME_BYTES = 1024
-"""Of a tensor or a collective group; the longest names of models have a tenth."""
+"""Maximum length of the name of a tensor or a collective group; the longest have a tenth."""
 _MAX_DIMENSIONS = 64
 _MAX_KINDS = 16
 _MAX_CHOICES = 1 << 16

@@ -20,7 +20,7 @@ from treadle.rollout_server.engine import (
 )
 
 MAX_REPORT_BYTES = 1 << 20
-"""Of routed experts, or of a prompt's log-probabilities, in one message: far below gRPC's 4 MiB."""
+"""Maximum size of routed experts, or of log-probabilities, in a message; gRPC takes 4 MiB."""
 
 _LOGPROB_BYTES = 4
 

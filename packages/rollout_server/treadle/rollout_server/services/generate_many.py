@@ -207,7 +207,7 @@ class _Completion:
 
 @dataclass(slots=True)
 class _Part:
-    """What is to be sent of a completion.
+    """A part of a completion that is to be sent.
 
     Attributes:
         number: Of the completion.
@@ -223,7 +223,7 @@ class _Part:
 
 
 class _Outbox:
-    """What is to be written: one owner writes, and what is ready meanwhile goes together."""
+    """Messages to be written: one owner writes, and those that are ready meanwhile go together."""
 
     def __init__(self, write: Callable[[pb.GenerateManyResponse], Awaitable[None]]) -> None:
         self._write = write

@@ -31,7 +31,7 @@ _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
 
 class Caller(Protocol):
-    """What a completion needs of its call: gRPC's context, or that of one of many completions."""
+    """The call of a completion: gRPC's context, or that of one of many completions."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
         """Returns the call's metadata."""

@@ -29,7 +29,7 @@ _TORCHVISION = (
     "torchvision.transforms.v2",
     "torchvision.transforms.v2.functional",
 )
-"""What the image processors of transformers import."""
+"""The modules that the image processors of transformers import."""
 
 _Library: Any = torch.library.Library  # Untyped in torch.
 _libraries: list[Any] = []  # A schema is removed with its library.

@@ -23,7 +23,7 @@ BLOCK_TOKENS = 16
 _CANDIDATES = struct.Struct("<8I8H")
 _LOGIT_RANGE = 4.0
 LEAST_LOGPROB = -100.0
-"""Of an id that is no candidate, in the place of minus infinity, which no loss can use."""
+"""Log-probability of an id that is no candidate; no loss can use minus infinity."""
 
 
 class Prefix:

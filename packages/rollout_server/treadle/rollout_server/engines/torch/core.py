@@ -61,7 +61,7 @@ _FLUSH_S = 0.02  # Maximum wait of a token; tokens are emitted in groups to save
 
 
 class _Retained(NamedTuple):
-    """What is kept of a row whose sequence ended."""
+    """The part of a row that is kept after its sequence has ended."""
 
     kv: torch.Tensor
     routed_experts: bytes

@@ -67,7 +67,7 @@ class VisionSetup:
 
 
 class _Sizes(BaseProcessingInfo):  # type: ignore[misc]
-    """What vLLM asks about inputs, without a processor of transformers."""
+    """Answers about inputs that vLLM asks for, without a processor of transformers."""
 
     def __init__(self, ctx: Any, max_ids: int) -> None:
         super().__init__(ctx)
