@@ -71,7 +71,7 @@ class AnswerCheck:
 
 
 class AnswerCheckSession:
-    """What one trajectory has asked so far: the reward of its previous call."""
+    """The checks of one trajectory so far: the reward of its previous call."""
 
     def __init__(self, *, check: Check, ground_truth: str) -> None:
         self._check = check

@@ -41,7 +41,7 @@ _LOOP: Final = f"{__name__}:GymnasiumLoop"
 
 
 class GymnasiumEnvironment(Protocol):
-    """What is used of `gymnasium.Env`."""
+    """The part of `gymnasium.Env` that is used."""
 
     def reset(self, *, seed: int | None = None) -> tuple[Any, Mapping[str, Any]]:
         """Begins an episode; returns observation and info."""

@@ -27,7 +27,7 @@ from treadle.tools.environments.settings import Settings
 from treadle.tools.yaml_config import mapping, read_yaml
 
 LIBRARIES: Final = ("gymnasium", "openenv", "textarena", "verifiers")
-"""What an environment may be of."""
+"""The libraries that an environment may be of."""
 
 _NAME: Final = re.compile(rf"({'|'.join(LIBRARIES)}):(.+)")
 _URL: Final = re.compile(r"^(https?|wss?):/+")

@@ -21,7 +21,7 @@ _ROWS: Final = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a YAML file, or a name alone, says of an environment.
+    """The settings of an environment, from a YAML file or from a name alone.
 
     Attributes:
         library: Its key in the file, such as "textarena".

@@ -25,7 +25,7 @@ from treadle.tracing import Metric, span
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment answers.
+    """The answer of an environment.
 
     Attributes:
         shown: Text for the model.

@@ -24,7 +24,7 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.trace import Trace
 
 LIMIT_CODES: Final = ("context_length_exceeded", "turn_limit_reached")
-"""What the endpoint answers beyond the run's limits."""
+"""The codes of the endpoint's errors beyond the run's limits."""
 
 HARNESS_ID: Final = "treadle_chat"
 """The name by which verifiers finds this harness: it imports a module of that name."""

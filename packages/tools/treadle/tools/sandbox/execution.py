@@ -52,7 +52,7 @@ class RunStatus(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """What to run.
+    """A program, and how it is run.
 
     Attributes:
         code: The source.
@@ -82,7 +82,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """What came of a program.
+    """The result of a program.
 
     Attributes:
         status: How it ended.

@@ -76,7 +76,7 @@ class SandboxLimits:
         return self.memory_mib + (buffers >> 20)
 
     def rlimits(self, *, memory_mib: int, timeout_s: float) -> dict[str, int]:
-        """Of each process, by the names of `resource`; soft and hard."""
+        """Returns the limits of each process, by the names of `resource`; soft and hard."""
         return {
             "AS": memory_mib << 20,
             "CORE": _CORE_NEVER,

@@ -167,7 +167,7 @@ class LocalSandbox:
 
     @property
     def languages(self) -> tuple[str, ...]:
-        """That it runs."""
+        """The languages that it runs."""
         assert self._files is not None, "the sandbox was not entered"
         return self._files.languages
 

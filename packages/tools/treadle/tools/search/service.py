@@ -165,7 +165,7 @@ class RetrievalService:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Open:
-    """What is open while somebody uses the service."""
+    """The connection and the limits that are open while somebody uses the service."""
 
     http: httpx.AsyncClient
     slots: asyncio.Semaphore

@@ -256,7 +256,7 @@ class _Stage:
 
     @property
     def inherited_fds(self) -> tuple[int, ...]:
-        """What `prefix` refers to."""
+        """The descriptors that `prefix` refers to."""
         return (self._namespace,)
 
     def prefix(self, user: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What comes out of a sandbox through one pipe, up to a limit.
+"""The output of a sandbox through one pipe, up to a limit.
 
 Invariant: nobody waits for the end of the pipe once a program has run. A program can leave the
 other end in flight between two Unix sockets that hold each other; it then outlives every process,

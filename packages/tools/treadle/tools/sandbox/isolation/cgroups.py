@@ -24,7 +24,7 @@ from typing import Final
 from treadle.agent_loop import SetupError
 
 ROOM_MIB: Final = 64
-"""What the kernel may hold for a program, beyond its limit."""
+"""Memory that the kernel may hold for a program, beyond its limit."""
 _PREFIX: Final = "treadle-"
 _OWN_PREFIX: Final = "treadle-sandbox-"
 _OWN_NUMBERS = itertools.count()
@@ -32,7 +32,7 @@ _OWN_NUMBERS = itertools.count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Files:
-    """What the kernel calls them: the bound, what else is written, and where kills are counted."""
+    """The kernel's names of files: the bound, others that are written, and the count of kills."""
 
     bound: str
     others: tuple[tuple[str, str], ...]

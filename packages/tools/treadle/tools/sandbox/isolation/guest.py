@@ -1,4 +1,4 @@
-"""What runs inside the sandbox: a supervisor that is process 1 and runs exactly one program.
+"""The supervisor inside the sandbox, which is process 1 and runs exactly one program.
 
 Invariant: the program is a child that holds nothing of the supervisor's (no descriptor above 2,
 no way to signal or trace process 1), and when the supervisor ends, the kernel ends every process

@@ -27,7 +27,7 @@ _BASH = "/bin/bash"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostFiles:
-    """What is shown, as absolute paths.
+    """The files that are shown, as absolute paths.
 
     Attributes:
         python: The interpreter, the same inside and outside.

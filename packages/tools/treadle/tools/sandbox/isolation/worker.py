@@ -42,7 +42,7 @@ from treadle.tools.sandbox.isolation.host_files import PACKAGES
 from treadle.tools.sandbox.limits import SandboxLimits
 
 SCRIPTS: Final[Mapping[str, str]] = {"python": "main.py", "bash": "main.sh"}
-"""What the program's own file is called, by language."""
+"""The name of the program's file, by language."""
 _GUEST: Final = Path(__file__).with_name("guest.py")
 _START_TIMEOUT_S: Final = 60.0
 _GRACE_S: Final = 2.0
@@ -58,7 +58,7 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """What became of the program, as the supervisor said or, where it was killed, as we know."""
+    """The end of the program, as the supervisor said or, where it was killed, as we know."""
 
     ended_for: str
     return_code: int = -signal.SIGKILL
