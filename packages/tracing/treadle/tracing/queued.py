@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SinkReport:
-    """What became of the spans: written, refused by a full queue, or lost while being written."""
+    """Counts of spans: written, refused by a full queue, or lost while being written."""
 
     written: int
     dropped: int

@@ -57,7 +57,7 @@ class MemorySink:
 
     @property
     def spans(self) -> tuple[FinishedSpan, ...]:
-        """What was recorded until now."""
+        """The spans that were recorded until now."""
         return tuple(self._spans)
 
     def record(self, span: FinishedSpan) -> None:

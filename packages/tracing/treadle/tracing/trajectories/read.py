@@ -43,7 +43,7 @@ LIST_COLUMNS: Final = tuple(
 )
 """The columns that are small: without token arrays, conversations and traces."""
 ORDER: Final = ("step", "phase", "task_id", "rollout_index")
-"""What identifies a trajectory; the order that breaks ties."""
+"""The columns that identify a trajectory; the order that breaks ties."""
 
 
 _MISTAKES: Final = (
@@ -107,7 +107,7 @@ class TrajectoryFiles:
 
     @property
     def damaged(self) -> dict[str, str]:
-        """What is wrong with each file that is left out, by its name."""
+        """The problem of each file that is left out, by its name."""
         self._cursor()
         return {n: f.damage for n, f in self._files.items() if f.damage is not None}
 

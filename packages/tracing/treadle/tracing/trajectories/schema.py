@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SCHEMA_VERSION: Final = 2
-"""Of the files that this release writes."""
+"""Version of the files that this release writes."""
 SCHEMA_VERSION_KEY: Final = b"treadle.trajectories.version"
 """Key of the version in the metadata of a file."""
 LEFT_OUT_KEY: Final = b"treadle.trajectories.left_out"

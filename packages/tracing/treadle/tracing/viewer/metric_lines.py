@@ -31,7 +31,7 @@ class InvalidCursorError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Increment:
-    """What was appended since a cursor.
+    """The lines that were appended since a cursor.
 
     Attributes:
         lines: Metric to value of each line, the step included; None: the value was not finite.

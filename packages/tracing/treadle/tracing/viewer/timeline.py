@@ -24,7 +24,7 @@ __all__ = ["CAUSES", "read_timeline"]
 CAUSES: Final = (
     *("paused", "prefill", "decode", "queue", "tool", "interaction", "reward", "generate", "other"),
 )
-"""What a trajectory's time is spent on: waiting for new weights; reading prompts; sampling; waiting
+"""The causes of a trajectory's time: waiting for new weights; reading prompts; sampling; waiting
 for a server or a slot of its engine; tools; the simulated user; the reward; the rest of requests,
 between driver and server; and everything else."""
 

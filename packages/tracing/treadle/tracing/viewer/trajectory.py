@@ -1,4 +1,4 @@
-"""What the page shows of trajectories: a page of the table, and one trajectory with its neighbours.
+"""The trajectories on the page: a page of the table, and one trajectory with its neighbours.
 
 Invariant: a page of the table reads the small columns only. One trajectory reads its own file whole
 and of the others of its group and of its row only what a list needs.
