@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingResult:
-    """What a run leaves.
+    """The results of a run.
 
     Attributes:
         run_dir: The run directory.

@@ -29,7 +29,7 @@ before training."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnCode:
-    """What a script adds to a configuration.
+    """The objects that a script adds to a configuration.
 
     Attributes:
         reward: Scores every row. None: as the configuration says.
@@ -45,7 +45,7 @@ class OwnCode:
 
 
 NOTHING = OwnCode()
-"""Of a run that its configuration describes alone."""
+"""A run that its configuration alone describes has no more."""
 
 
 def collect(

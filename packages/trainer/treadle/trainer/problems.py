@@ -26,7 +26,7 @@ class SeveralProblems(SetupError):
 
 
 class Problems:
-    """What was found so far.
+    """The problems that were found so far.
 
     Args:
         kinds: The exceptions that are problems of the user's input.

@@ -1,4 +1,4 @@
-"""What is learned: pure functions of numbers and tensors, without I/O, state or communication.
+"""Algorithms: pure functions of numbers and tensors, without I/O, state or communication.
 
 - `advantages`: the outcomes of a step to the advantage of each trajectory; `estimators` finds them
   by name, `gae` is for a policy with a critic, whose loss is in `value_loss`.

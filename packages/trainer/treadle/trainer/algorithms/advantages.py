@@ -39,7 +39,7 @@ VARIANCE_EPSILON: Final = 1e-8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """What is known of the trajectories of a step that ended well.
+    """The rewards of a step's trajectories that ended well, with all that an estimator may use.
 
     Attributes:
         rewards_N: Reward of each trajectory.

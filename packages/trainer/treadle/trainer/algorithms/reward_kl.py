@@ -37,7 +37,7 @@ MAX_ERROR: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Charges:
-    """What the tokens of a batch cost.
+    """The costs of the tokens of a batch, to be subtracted from rewards.
 
     Attributes:
         of_tokens: [L] of each sequence, to subtract from the reward at each loss token; None:

@@ -1,4 +1,4 @@
-"""What the commands share: how they speak, fail and name a new run directory."""
+"""The common part of the commands: how they speak, fail and name a new run directory."""
 
 import contextlib
 import datetime

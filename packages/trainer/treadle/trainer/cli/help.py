@@ -28,7 +28,7 @@ COMMANDS = MappingProxyType(
         "view": "show runs in a browser or terminal: curves, trajectories, where the time went",
     }
 )
-"""What each command does; `treadle COMMAND --help` says how."""
+"""The purpose of each command; `treadle COMMAND --help` says how."""
 
 _EVERYTHING = "all"
 

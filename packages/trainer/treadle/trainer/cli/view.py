@@ -14,7 +14,7 @@ _LIBRARIES = {
     "viewer": ("duckdb", "plotly", "pyarrow", "starlette", "uvicorn"),
     "terminal": ("duckdb", "pyarrow", "textual", "textual_plotext"),
 }
-"""What each extra of treadle-tracing brings."""
+"""The libraries of each extra of treadle-tracing."""
 
 
 class ViewError(RuntimeError):

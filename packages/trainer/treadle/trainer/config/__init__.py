@@ -1,1 +1,1 @@
-"""What a run is told: the tree, its loading, and verl's names for it."""
+"""The configuration of a run: the tree, its loading, and verl's names for it."""

@@ -147,7 +147,7 @@ class LoraConfig(BaseModel):
 
     @property
     def scaling(self) -> float:
-        """What the adapters' output is multiplied by."""
+        """The factor of the adapters' output."""
         return self.alpha / self.rank
 
     @model_validator(mode="after")
@@ -192,7 +192,7 @@ class OffloadConfig(BaseModel):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What leaves the device."""
+        """The names of the parts that leave the device."""
         return tuple(name for name, on in self if on)
 
 

@@ -171,4 +171,4 @@ class SftConfig(Section):
 
 
 AnyConfig = Config | SftConfig
-"""Of either kind of run."""
+"""The configuration of either kind of run."""

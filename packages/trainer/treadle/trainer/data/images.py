@@ -23,7 +23,7 @@ _SIGNATURES: Final[Mapping[str, tuple[bytes, bytes]]] = {
     "image/jpeg": (b"\xff\xd8\xff", b""),
     "image/webp": (b"RIFF", b"WEBP"),
 }
-"""What a file of each type begins with, and what is at its ninth byte."""
+"""The beginning of a file of each type, and the bytes from its ninth on."""
 
 
 def row_messages(columns: Mapping[str, object]) -> tuple[Message, ...]:

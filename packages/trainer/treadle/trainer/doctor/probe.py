@@ -50,7 +50,7 @@ for name in sys.argv[1:]:
 
 @dataclass(slots=True, kw_only=True)
 class Probed:
-    """What the probe said.
+    """The answer of the probe.
 
     Attributes:
         errors: Module -> "" if it can be imported, else the error.

@@ -79,7 +79,7 @@ def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvalua
 
 
 class _Checks:
-    """What has been found so far; None where a check failed or could not be made."""
+    """The findings so far; None where a check failed or could not be made."""
 
     def __init__(self, config: Config, source: Source) -> None:
         self.config = config

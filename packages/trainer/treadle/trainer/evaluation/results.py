@@ -29,7 +29,7 @@ _SUCCESS = "accuracy 1: a right answer; a failed trajectory is none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """What an evaluation found.
+    """The results of an evaluation.
 
     Attributes:
         scores: Per data source, and of all rows last.

@@ -1,4 +1,4 @@
-"""What is evaluated: a model, the model of a run, or what a running server serves.
+"""The source of an evaluation: a model, the model of a run, or that of a running server.
 
 Invariant: a `Source` names something that exists, or has the form of an address.
 """
@@ -26,7 +26,7 @@ _ADDRESS = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(?P<port>\d+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is evaluated.
+    """The model that is evaluated.
 
     Attributes:
         text: As the user named it.

@@ -18,7 +18,7 @@ from treadle.trainer.report.warning_signs import Alert
 __all__ = ["AFTER_CANCEL_S", "Loggers", "open_loggers", "run_id"]
 
 AFTER_CANCEL_S: Final = 10.0
-"""Who has interrupted a run does not wait longer for its loggers."""
+"""Maximum seconds for the loggers of a run that was interrupted."""
 
 
 @dataclass(frozen=True, slots=True)

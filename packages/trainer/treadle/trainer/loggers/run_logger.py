@@ -1,4 +1,4 @@
-"""What a logger is, and what it is told. Plain data: it crosses the border to another process."""
+"""The interface of a logger, and the data it gets, which are plain: they go to another process."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,7 +68,7 @@ class RunLogger(Protocol):
 
 @runtime_checkable
 class TakesAlerts(Protocol):
-    """What a logger has beside the methods of `RunLogger` if its service shows alerts."""
+    """The method that a logger has beside those of `RunLogger` if its service shows alerts."""
 
     def alert(self, step: int, name: str, text: str) -> None:
         """Takes an alert of a step; `name` is that of its rule."""

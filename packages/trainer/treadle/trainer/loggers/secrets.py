@@ -1,4 +1,4 @@
-"""What is left out of a configuration that leaves the machine."""
+"""The secrets that are left out of a configuration that leaves the machine."""
 
 import re
 from typing import Any, Final

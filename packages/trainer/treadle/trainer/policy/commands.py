@@ -128,7 +128,7 @@ class MeasureReference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredReference:
-    """What the reference says of a batch, before its updates; one [L] array per sequence each.
+    """The KL of a batch from the reference, before its updates; one [L] array per sequence each.
 
     Attributes:
         kl: Estimate of KL(policy || reference) at each loss token, in nats.
@@ -278,7 +278,7 @@ class ComputeDelta:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaReport:
-    """What changed in one rank's weights, by tensor name.
+    """The changes of one rank's weights, by tensor name.
 
     Attributes:
         fits: Whether the base was there and every weight is small enough for the encoding.
@@ -338,7 +338,7 @@ class PushSharedMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """What one rank sent or wrote.
+    """Bytes that one rank sent or wrote.
 
     Attributes:
         num_bytes: Sent to all targets together, written, or shared.
@@ -392,7 +392,7 @@ class Broadcast:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastReport:
-    """What one rank sent. A group that failed is gone.
+    """Bytes that one rank sent. A group that failed is gone.
 
     Attributes:
         num_bytes: Counted once, for any number of workers.
@@ -454,7 +454,7 @@ class ReportOffload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadReport:
-    """What one rank has off its device, and what moving it took.
+    """Bytes that one rank has off its device, and the time that moving them took.
 
     Attributes:
         release_s: Seconds in which device memory was released.

@@ -92,7 +92,7 @@ class _Rank:
 
     @property
     def process_text(self) -> str:
-        """What it is to the operating system, for a message."""
+        """Its process id and node, for a message."""
         return f"pid {self.sign.pid} on {self.sign.node}"
 
 

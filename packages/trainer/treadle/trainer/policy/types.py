@@ -199,7 +199,7 @@ def _floats(values: Sequence[float] | None) -> FloatArray | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenValues:
-    """What the policy computed of each loss token of a batch, in the order of its sequences.
+    """The policy's values of each loss token of a batch, in the order of its sequences.
 
     Attributes:
         logprobs_M: Log-probabilities, nats; NaN where the sequence did not go through the model.

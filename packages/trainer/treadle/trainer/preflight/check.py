@@ -150,7 +150,7 @@ def check_run(
 
 
 class _Checks:
-    """What has been found so far; None, or left out, where a check failed or could not be made."""
+    """The findings so far; None, or left out, where a check failed or could not be made."""
 
     def __init__(
         self, config: Config, run_dir: Path, own: OwnCode, missing: MissingSettings | None

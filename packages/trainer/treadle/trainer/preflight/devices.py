@@ -164,7 +164,7 @@ def _in_turn(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ServerMemory:
-    """What a server needs per GPU, in bytes; see the module.
+    """The need of a server per GPU, in bytes; see the module.
 
     Attributes:
         weights: Of its part of the model.
@@ -236,7 +236,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Need:
-    """What a GPU of a block needs.
+    """The need of a GPU of a block.
 
     Attributes:
         text: For the table.

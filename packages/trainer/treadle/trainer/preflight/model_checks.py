@@ -1,4 +1,4 @@
-"""What must hold for a model directory before the policy can be trained from it.
+"""Checks of a model directory that the policy is to be trained from.
 
 Reads config.json and names of files; no weights, and no torch.
 """

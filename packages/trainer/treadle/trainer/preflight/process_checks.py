@@ -1,4 +1,4 @@
-"""What must hold for the processes and steps of a run, beyond the servers' command."""
+"""Checks of the processes and steps of a run, beyond the servers' command."""
 
 import importlib.util
 import socket

@@ -1,4 +1,4 @@
-"""What a run records and shows: metrics, trajectories, progress, summary and report.
+"""Records of a run, and what it shows: metrics, trajectories, progress, summary and report.
 
 While it runs: `MetricsLog`, `TrajectoryLog` and `open_progress`, fed with `rollout_metrics` and
 `validation_metrics`, and `live_report`. At its end: `print_summary`. At any time: `write_reports`.

@@ -39,7 +39,7 @@ History = Sequence[Record]
 """The last steps of training, at most `KEPT_STEPS` of them, oldest first; never empty."""
 
 KEPT_STEPS: Final = 200
-"""What "before" means in a rule; it also bounds what a step of a long run costs."""
+"""Number of steps that "before" means in a rule; it also bounds the cost of a step."""
 
 _WINDOW: Final = 5
 """Steps that are judged together, so that one odd batch raises no alert."""
@@ -51,8 +51,8 @@ _MIN_NORMS, _MAX_NORMS = 5, 50
 _COLLAPSED: Final = 0.5
 """Share of the way from the least reward seen to the best window that a reward may fall."""
 _STANDARD_ERRORS: Final = 4.0
-"""What the fall must exceed. Of 30,000 simulated steps of constant quality 11 raised an alert, all
-with 8 rows per step whose samples agreed within each group."""
+"""Number of standard errors that the fall must exceed. Of 30,000 simulated steps of constant
+quality 11 raised an alert, all with 8 rows per step whose samples agreed within each group."""
 _SOLVED: Final = 0.9
 """Share of the way from the least to the greatest reward seen; above it there is little to gain."""
 _ENTROPY_LEFT: Final = 0.1

@@ -1,4 +1,4 @@
-"""What k samples of a row give: mean@n, best@k, worst@k and maj@k, with intervals over the rows.
+"""Metrics of k samples of a row: mean@n, best@k, worst@k and maj@k, with intervals over the rows.
 
 Invariant: the numbers depend neither on the order of a row's samples nor on anything but their
 values; two calls give the same bits. All functions are pure.
@@ -21,7 +21,7 @@ import numpy.typing as npt
 DRAWS: Final = 1000
 """Number of draws of a majority, and of resamplings of the rows."""
 SEED: Final = 42
-"""Of both."""
+"""Seed of the draws and of the resamplings."""
 CONFIDENCE: Final = 0.95
 """Probability that an interval covers the mean over all rows that there could be."""
 

@@ -22,7 +22,7 @@ _Number = Annotated[float, Field(ge=-1e308, le=1e308)]  # JSON has integers that
 
 
 class _Shape(BaseModel):
-    """What the report reads of a line, as `TrajectoryLog` writes it; there may be more."""
+    """The part of a line of `TrajectoryLog` that the report reads; there may be more."""
 
     model_config = ConfigDict(strict=True)
 
@@ -92,7 +92,7 @@ class LoggedGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoggedGroups:
-    """What is shown of a log.
+    """The part of a log that is shown.
 
     Attributes:
         groups: The chosen ones, in the order of the log.

@@ -27,7 +27,7 @@ _WINDOW: Final = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What is to come.
+    """The time that steps and the rest of the run are expected to take.
 
     Attributes:
         step_s: Seconds of a step without validation and checkpoint.

@@ -53,7 +53,7 @@ def prometheus_name(metric: str) -> str:
 
 
 class RunMetrics(Collector):
-    """What a run knows of itself by now.
+    """The latest metrics, the phase and the alerts of a run, for Prometheus.
 
     Args:
         project: `run.project`.

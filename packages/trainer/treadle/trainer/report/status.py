@@ -32,7 +32,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What a run says about itself.
+    """The state of a run, as `status.json` has it.
 
     Attributes:
         state: "killed" and "unknown" are never written: the trainer ended without a word, or it was

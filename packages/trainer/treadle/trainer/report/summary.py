@@ -71,7 +71,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What a run reached.
+    """The outcome of a run.
 
     Attributes:
         num_steps: Training steps in the metrics.

@@ -22,7 +22,7 @@ _READ: Final = frozenset(name for rule in RULES for name in rule.reads)
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """What is told about a step.
+    """An alert about a step.
 
     Attributes:
         name: Of its rule.

@@ -45,7 +45,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
-    """What a configuration leaves open about some tasks; picklable.
+    """The settings of some tasks that a configuration leaves open; picklable.
 
     Attributes:
         sampling: How completions are sampled.

@@ -28,7 +28,7 @@ _UNNAMED = "a tool"
 
 
 class OutageError(RuntimeError):
-    """What the trajectories need is down; the message names it, and how they failed."""
+    """Something that the trajectories need is down; the message names it, and how they failed."""
 
 
 def failed_source(error: AgentLoopError | None) -> str | None:

@@ -64,7 +64,7 @@ Key = tuple[str, int]
 
 
 class Servers(Protocol):
-    """What a rollout samples on: the run's `ServerPool`, or an `AttachedServer`."""
+    """The servers that a rollout samples on: the run's `ServerPool`, or an `AttachedServer`."""
 
     @property
     def generator(self) -> TokenGenerator:

@@ -47,7 +47,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversations:
-    """Those of a split, in the order of the rows; `notes` are lines to print at start."""
+    """The conversations of a split, in the order of the rows; `notes` are printed at the start."""
 
     conversations: tuple[Conversation, ...]
     notes: tuple[str, ...]
@@ -88,7 +88,7 @@ def read_conversations(
 
 
 class _Wrong(Exception):
-    """What is wrong with a row."""
+    """A row is wrong; the message says how."""
 
 
 def _demonstration(row: Row, data: SftDataConfig) -> Demonstration:

@@ -51,7 +51,7 @@ class AskedServer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What is known of a server at one moment.
+    """The counts of a server at one moment.
 
     Attributes:
         seconds: Of each cause of the contract since it started.
@@ -63,7 +63,7 @@ class _Answer:
 
 
 _UNTOLD = _Answer(seconds={}, occupied_s=0.0)
-"""Of a server that is older than the field, or of another make: it counts in no share."""
+"""Answer of a server that is older than the field, or of another make: it counts in no share."""
 
 
 class ServerShares:

@@ -25,7 +25,7 @@ __all__ = ["check_tracing"]
 _LIBRARIES: Final[Mapping[str, str]] = MappingProxyType(
     {"mlflow": "mlflow", "otlp": "opentelemetry.exporter.otlp.proto.http", "weave": "weave"}
 )
-"""What a backend imports; each name is an extra of treadle-trainer."""
+"""The module that a backend imports; each name is an extra of treadle-trainer."""
 
 _ANSWER_S: Final = 5.0
 """Maximum time for a service to answer."""

@@ -99,7 +99,7 @@ class Timer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """What one call of `TrainingContext.sample` gave.
+    """The result of one call of `TrainingContext.sample`.
 
     Attributes:
         trajectories: One per task, in the order of the tasks.

@@ -1,4 +1,4 @@
-"""What a step trains on: one batch of rows, or with dynamic sampling as many as it takes.
+"""Gathers the groups of a step: one batch of rows, or with dynamic sampling as many as it takes.
 
 Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2) replaces groups without signal, and those of
 which failures left too little, by those of the next rows of the data order, a batch of rows at a
@@ -47,7 +47,7 @@ class _Greedy:
 
 @dataclass(slots=True)
 class StepGroups:
-    """What was gathered for a step.
+    """The groups that were gathered for a step.
 
     Attributes:
         groups: To train on.

@@ -69,7 +69,7 @@ class Group:
 
     @property
     def survivors(self) -> tuple[Trajectory, ...]:
-        """Those that ended well."""
+        """The trajectories that ended well."""
         return tuple(t for t in self.trajectories if t.error is None)
 
     @property
@@ -83,7 +83,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """What a step trains on.
+    """The sequences that a step trains on, with the counts of what was left out.
 
     Attributes:
         sequences: Of the surviving groups, group by group.
@@ -158,7 +158,7 @@ def is_trainable(group: Group, estimator: FoundEstimator) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survivors:
-    """What a step trains on, before it has advantages.
+    """The groups and sequences that a step trains on, before they have advantages.
 
     Attributes:
         groups: All groups of the step.
@@ -380,7 +380,7 @@ def _survivors_needed(group: Group, estimator: FoundEstimator) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Member:
-    """What is compared: a trajectory, or one player of it.
+    """A member of a group, which is compared: a trajectory, or one player of it.
 
     Attributes:
         player: "" of a trajectory whose samples share its reward.

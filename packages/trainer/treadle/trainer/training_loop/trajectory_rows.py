@@ -160,7 +160,7 @@ def _duration_s(trace: Sequence[FinishedSpan]) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Values:
-    """Of the loss tokens of one sample; None: it was not trained on, or not computed."""
+    """Values of the loss tokens of one sample; None: it was not trained on, or not computed."""
 
     advantages: Floats | None = None
     logprobs: Floats | None = None

@@ -1,4 +1,4 @@
-"""What the optimizer steps of one batch reported: as one line of metrics, and where they failed."""
+"""Metrics of the optimizer steps of one batch, and the message where they broke the policy."""
 
 from pathlib import Path
 

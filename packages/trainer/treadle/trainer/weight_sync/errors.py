@@ -1,4 +1,4 @@
-"""What the trainer does about each reason for which a rollout server refuses a call.
+"""The trainer's reaction to each reason for which a rollout server refuses a call.
 
 The table covers the contract's `ErrorReason`, as a test checks. A call that fails without a reason
 never reached the server's code, so its gRPC status decides.
@@ -18,7 +18,7 @@ DOMAIN = "treadle.rollout.v1"
 
 
 class Outcome(enum.Enum):
-    """What the publisher does about a failed call."""
+    """The publisher's reaction to a failed call."""
 
     RESUME = "resume"
     """Ask how far the update got, and push the rest."""

@@ -1,4 +1,4 @@
-"""What a rank sends: its share of the exported weights, and the bytes of each.
+"""The weights that a rank sends: its share of those exported, and the bytes of each.
 
 Bytes are little-endian and row-major, in the element type that the servers hold.
 """

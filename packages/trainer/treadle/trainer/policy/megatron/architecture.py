@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Norms:
-    """What the files call the norms of a layer: before and after attention and feed-forward part.
+    """The files' names of a layer's norms: before and after attention and feed-forward part.
 
     Attributes:
         before_attention: Of the layer's input.
@@ -49,7 +49,7 @@ class Norms:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blocks:
-    """What the blocks of one model type are; the defaults are Llama's.
+    """The form of the blocks of one model type; the defaults are Llama's.
 
     Attributes:
         norms: Names of the norms.
@@ -82,7 +82,7 @@ class Blocks:
 
     @property
     def fused(self) -> Mapping[str, tuple[str, ...]]:
-        """What each matrix is made of that the files have in place of several."""
+        """The parts of each matrix that the files have in place of several."""
         qkv = {"qkv_proj": ("q_proj", "k_proj", "v_proj")} if self.fused_qkv else {}
         return qkv | ({"gate_up_proj": ("gate_proj", "up_proj")} if self.fused_gate_up else {})
 
@@ -287,7 +287,7 @@ class Architecture:
 
     @property
     def blocks(self) -> Blocks:
-        """What the blocks of its model type are."""
+        """The form of the blocks of its model type."""
         return MODEL_TYPES[self.model_type]
 
     @property

@@ -77,7 +77,7 @@ class SegmentGroup:
 
 @dataclass
 class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
-    """What Megatron hands through to `PackedAttention` unread.
+    """The segments that Megatron hands through to `PackedAttention` unread.
 
     `qkv_format` stays "sbhd": to Megatron the micro-batch is one sequence of batch size 1, and the
     rotary angles, given per row, restart with each segment.
@@ -85,7 +85,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
 
     groups: tuple[SegmentGroup, ...] = ()
     routing: Routing = field(default_factory=Routing)
-    """What the routers of layers with experts are told of the rows."""
+    """The rows, as the routers of layers with experts are told of them."""
     images: ImageRows | None = None
     """Which rows are images, on the first stage of a model that sees; None: no row is."""
 

@@ -343,7 +343,7 @@ class MegatronPolicy:
 
     @property
     def row_multiple(self) -> int:
-        """What the packed rows of a micro-batch must be a multiple of."""
+        """The number that the packed rows of a micro-batch must be a multiple of."""
         of_rank = self.world.tensor if self.world.sequence_parallel else 1
         return row_multiple(self.world.context, of_rank)
 

@@ -92,7 +92,7 @@ class PolicyState:
         defaults = {field.name: field.default for field in fields(architecture)}
         chosen = {k: v for k, v in asdict(architecture).items() if v != defaults[k]}
         self.identity: dict[str, Any] = {**chosen, **(adapter or {})}
-        """What a checkpoint must have been written with."""
+        """The settings that a checkpoint must have been written with."""
 
     def sharded(self, *, loading: bool) -> dict[str, Any]:
         """Megatron's sharded state dict of model and optimizer; collective when not loading."""

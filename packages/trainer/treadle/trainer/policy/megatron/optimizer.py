@@ -49,7 +49,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Applied:
-    """What became of one gradient."""
+    """The effect of one gradient."""
 
     grad_norm: float
     """Before clipping, of the whole model."""

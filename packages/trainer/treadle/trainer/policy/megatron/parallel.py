@@ -38,7 +38,7 @@ class Rendezvous:
     master_port: int = 0
     """Rank 0 listens here until all have come. Not used with `shared_file` or by a world of one."""
     listener: int | None = None
-    """Of rank 0: the socket that listens there already, which becomes the store's."""
+    """The socket of rank 0 that listens there already, and becomes the store's."""
     shared_file: Path | None = None
     """For ranks on one machine: a path that does not exist yet."""
     local_rank: int = 0

@@ -43,7 +43,7 @@ from treadle.trainer.report.summary import Summary, summary_rows
 
 MAX_TRAJECTORIES = 300
 MAX_CHARACTERS = 4_000_000
-"""Of all trajectories; markup and escaped characters come on top."""
+"""Maximum for all trajectories; markup and escaped characters come on top."""
 _MAX_STEPS = 500
 _MAX_NOTES = 200
 _PIECE = 200

@@ -1,1 +1,1 @@
-"""What a run shows on the console: progress, the line of each step, the summary at its end."""
+"""The console of a run: progress, the line of each step, the summary at its end."""

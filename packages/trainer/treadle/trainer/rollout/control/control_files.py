@@ -38,7 +38,7 @@ class ControlError(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What someone asks of a run.
+    """A request to a run.
 
     Attributes:
         action: What to do with a server.
@@ -53,7 +53,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the driver says.
+    """The answer of the driver.
 
     Attributes:
         state: accepted: another answer will follow.

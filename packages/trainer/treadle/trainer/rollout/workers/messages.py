@@ -1,4 +1,4 @@
-"""What the driver and a loop worker tell each other, and how spans travel.
+"""The messages between the driver and a loop worker, and how spans travel.
 
 Invariants:
 

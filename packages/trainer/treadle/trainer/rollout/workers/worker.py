@@ -168,7 +168,7 @@ class _Tasks:
 
 
 class _Worker:
-    """What all runs have in common, and the runs that are open."""
+    """The state that all runs of a worker share, and the runs that are open."""
 
     def __init__(self) -> None:
         self.ended = asyncio.Event()

@@ -84,7 +84,7 @@ class LoopWorker:
 
     @property
     def place(self) -> str:
-        """What it is to the operating system, and where, for a message."""
+        """Its process id and node, for a message; before it has connected, its name."""
         return self.name if self.sign is None else f"pid {self.sign.pid} on {self.sign.node}"
 
     def send(self, message: object) -> None:

@@ -43,7 +43,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueState:
-    """What a checkpoint keeps of a queue.
+    """The part of a queue that a checkpoint keeps.
 
     Attributes:
         next_number: Of the group to be started next: the data cursor.

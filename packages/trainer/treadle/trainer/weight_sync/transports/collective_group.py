@@ -39,7 +39,7 @@ _detached: WeakSet[threading.Thread] = WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """What all senders of a group know.
+    """The facts that all senders of a group know.
 
     Attributes:
         name: Never used before in its store.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ContextSegments(TreeSegments):
-    """What Megatron hands through to `PackedAttention` unread, on one rank of a context group.
+    """The segments that Megatron hands through unread, on one rank of a context group.
 
     The ranges of `above` count the queries among this rank's rows and the keys among all rows.
     """

@@ -1,4 +1,4 @@
-"""What a policy with experts cannot do, before it is built."""
+"""Refuses what a policy with experts cannot do, before it is built."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the micro-batches of a model with experts need besides their rows.
+"""The micro-batches of a model with experts: what they need besides their rows.
 
 Invariant: ranks that share experts run equally many micro-batches, as tokens travel between them in
 every layer. A rank that has fewer gets blank ones: rows of a sequence without a loss token, in no
@@ -32,7 +32,7 @@ _OF_LOSS_TOKENS = (
 
 
 class RoutedMicroBatches(MicroBatches):
-    """Those of a model with experts: each has its weight in the load-balancing loss."""
+    """Micro-batches of a model with experts: each has its weight in the load-balancing loss."""
 
     def __init__(self, micro_batches: MicroBatches, *, rows: int, num_blank: int) -> None:
         """Makes nothing yet.

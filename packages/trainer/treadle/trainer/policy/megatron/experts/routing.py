@@ -1,4 +1,4 @@
-"""What the routers are told of a micro-batch's rows.
+"""The rows of a micro-batch, as the routers are told of them.
 
 It travels with the micro-batch, as the field `routing` of its `Segments`, so that a layer that is
 computed again in the backward pass is told the same, however many micro-batches are under way.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """What the routers of all layers know about the rows of one micro-batch.
+    """The rows of one micro-batch, as the routers of all layers know them.
 
     Attributes:
         num_rows: Rows that are no padding, over all context ranks.

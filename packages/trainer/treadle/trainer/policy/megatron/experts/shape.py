@@ -1,4 +1,4 @@
-"""What a Hugging Face config says of a model's experts.
+"""The experts of a model, as its Hugging Face config has them.
 
 Invariant: as in `architecture`: an `ExpertShape` can be built exactly, and a config that asks for
 something else is rejected. `router_aux_loss_coef` is read by nothing: it changes no output of the

@@ -79,7 +79,7 @@ class Above:
 
 @dataclass
 class TreeSegments(Segments):
-    """What Megatron hands through to `PackedAttention` unread, for a micro-batch with prefixes."""
+    """The segments that Megatron hands through unread, for a micro-batch with prefixes."""
 
     own: tuple[RunGroup, ...] = ()
     above: tuple[Above, ...] = ()

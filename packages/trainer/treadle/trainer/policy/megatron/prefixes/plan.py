@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from treadle.trainer.policy.types import SharePrefixes, TrainSequence
 
 MIN_SAVED_SHARE: Final = 0.1
-"""Of the tokens: where sharing saves less, `policy.share_prefixes=auto` packs sequences flat."""
+"""Share of the tokens: where less is saved, `policy.share_prefixes=auto` packs sequences flat."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What the vision tower of a model is: settings of its config, and the number of its weights.
+"""The vision tower of a model: settings of its config, and the number of its weights.
 
 Invariant: a pure function of config.json. Needs no torch.
 """
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Naming:
-    """What published files call the parts of a model that sees.
+    """The published files' names of the parts of a model that sees.
 
     Attributes:
         language: Beginning of the names of embedding, layers and final norm.
@@ -92,7 +92,7 @@ class VisionShape:
 
     @property
     def reads(self) -> tuple[int, int, int, int]:
-        """What the ids and pixels of a sequence depend on: placeholder, patch, frames, merge."""
+        """The settings that ids and pixels depend on: placeholder, patch, frames, merge."""
         return self.placeholder, self.patch, self.frames, self.merge
 
     @property
