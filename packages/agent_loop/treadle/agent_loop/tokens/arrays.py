@@ -103,8 +103,9 @@ class TypedArray(Sequence[T]):
         memory = self._memory
         if isinstance(memory, memoryview):
             return memory
-        whole = memory if isinstance(memory, bytes) else memory.read()
-        return memoryview(whole).cast(self._FORMAT)
+        whole: Any = memoryview(memory if isinstance(memory, bytes) else memory.read())
+        view: memoryview = whole.cast(self._FORMAT)
+        return view
 
     def __len__(self) -> int:
         memory = self._memory

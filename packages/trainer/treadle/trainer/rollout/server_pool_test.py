@@ -233,7 +233,7 @@ async def test_a_server_that_may_not_start_beside_training_does_not(
     case: str, generator: "_Generator"
 ) -> None:
     launcher = _Launcher()
-    rollout = {
+    rollout: dict[str, Any] = {
         "release_memory": case == "release_memory",
         "max_restarts": 0 if case == "no restart left" else 1,
     }
