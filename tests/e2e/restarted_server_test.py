@@ -21,7 +21,7 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import Requirements
-from treadle.rollout_server.testing import ServerProcess
+from treadle.rollout_server.testing import ServerProcess, held_address
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import LocalLauncher
@@ -84,7 +84,8 @@ async def test_a_server_that_was_started_again_samples_nothing_before_it_has_the
     tmp_path: Path,
 ) -> None:
     with contextlib.ExitStack() as stack:
-        started = [stack.enter_context(_server()) for _ in range(2)]
+        held = [stack.enter_context(held_address()) for _ in range(2)]
+        started = [stack.enter_context(_server(address)) for address in held]
         servers = {server.wait_ready().address: server for server in started}
         addresses = f"rollout.addresses=[{','.join(servers)}]"
         async with trained_to_version_3(tmp_path, addresses) as pool:

@@ -37,7 +37,7 @@ from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc
 from treadle.rollout_server.engine import ModelInfo
 from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
-from treadle.rollout_server.testing.serving import serve_in_process
+from treadle.rollout_server.testing import held_address, serve_in_process
 
 pytestmark = pytest.mark.asyncio
 
@@ -175,7 +175,8 @@ async def test_a_router_that_forgot_learns_where_the_sessions_are() -> None:
             done = [await turn(worker, name, prompt) for name, prompt in prompts.items()]
             return [completion.cached_prompt_tokens for completion in done]
 
-        async with serve_router(RouterConfig(replicas=addresses)) as router:
+        address = stack.enter_context(held_address())
+        async with serve_router(RouterConfig(address=address, replicas=addresses)) as router:
             worker = await stack.enter_async_context(connect(router=router, retry=QUICK))
             assert await turns() == [0] * 6
         assert await turns() == [32] * 6
@@ -341,9 +342,12 @@ async def test_a_router_and_a_replica_that_are_killed_lose_nothing(tmp_path: Pat
         process(server_module, tmp_path / "doomed.json", *slow) as (doomed, doomed_pid),
         AsyncExitStack() as stack,
     ):
-        async with process(
-            router_module, tmp_path / "router.json", *state, "--replica", survivor
-        ) as (router, _):
+        address = stack.enter_context(held_address())
+        at = (*state, "--address", address)
+        async with process(router_module, tmp_path / "router.json", *at, "--replica", survivor) as (
+            router,
+            _,
+        ):
             async with control(router) as stub:
                 await stub.RegisterReplica(pb.RegisterReplicaRequest(address=doomed), timeout=10)
             workers = [
@@ -356,11 +360,8 @@ async def test_a_router_and_a_replica_that_are_killed_lose_nothing(tmp_path: Pat
 
         # Killed. It is started again at its address while its workers go on without it.
         under_way = [asyncio.create_task(turn(worker, name)) for worker, name in sessions]
-        async with process(router_module, tmp_path / "again.json", *state, "--address", router) as (
-            again,
-            _,
-        ):
-            assert again == router
+        async with process(router_module, tmp_path / "again.json", *at) as (again, _):
+            assert again == router == address
             assert {c.token_ids for c in await asyncio.gather(*under_way)} == {wanted}
 
             under_way = [asyncio.create_task(turn(worker, name)) for worker, name in sessions]

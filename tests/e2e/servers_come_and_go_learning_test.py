@@ -15,7 +15,7 @@ import pytest
 
 from treadle.agent_loop.rpc import ChannelSecurity
 from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
-from treadle.rollout_server.testing import running_server
+from treadle.rollout_server.testing import held_address, running_server
 from treadle.trainer.demo import MODELS
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.weight_sync.client import WeightSyncClient
@@ -82,8 +82,12 @@ def test_the_curve_is_that_of_a_run_whose_servers_stay(
         *("--engine", "torch", "--model.path", MODEL, "--model.num_threads", "1"),
         *("--model.context_length", "1024", "--security.token_file", str(token)),
     )
-    with running_server(*arguments) as joins, contextlib.ExitStack() as dies:
-        foreign = dies.enter_context(running_server(*arguments)).address
+    with (
+        held_address() as foreign,
+        running_server(*arguments) as joins,
+        contextlib.ExitStack() as dies,
+    ):
+        dies.enter_context(running_server(*arguments, "--address", foreign))
         trainer = start_trainer(
             *_UNVALIDATED,
             "schedule.total_steps=1000",
@@ -137,7 +141,8 @@ def test_beside_training_a_server_that_is_started_again_samples_nothing_old(
     )
     with contextlib.ExitStack() as servers:
         stays = servers.enter_context(running_server(*arguments))
-        dies = servers.enter_context(running_server(*arguments))
+        held = ("--address", servers.enter_context(held_address()))
+        dies = servers.enter_context(running_server(*arguments, *held))
         trainer = start_trainer(
             *_UNVALIDATED,
             *("schedule.total_steps=1000", "schedule.kind=async", "schedule.max_staleness=2"),
@@ -147,7 +152,7 @@ def test_beside_training_a_server_that_is_started_again_samples_nothing_old(
         )
         trainer.read_until(" 3/1000")
         dies.popen.kill()
-        servers.enter_context(running_server(*arguments, "--address", dies.address))
+        servers.enter_context(running_server(*arguments, *held))
         trainer.read_until("joined the run: attached-1")
         steps = len(trainer.metrics()) + 3
         trainer.read_until(f" {steps}/1000")

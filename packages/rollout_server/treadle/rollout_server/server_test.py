@@ -2,7 +2,6 @@
 
 import asyncio
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -33,7 +32,7 @@ from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
 from treadle.rollout_server.errors import EngineFailed, UpdateUnknown
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.server import AddressUnavailable, serve
-from treadle.rollout_server.testing import FakeClock, serve_in_process
+from treadle.rollout_server.testing import FakeClock, held_address, serve_in_process
 from treadle.rollout_server.updates.begin import Begin
 
 MODEL = ModelInfo(architecture="fake", vocab_size=64, context_length=64)
@@ -96,18 +95,15 @@ async def test_an_engine_that_fails_takes_the_server_out_of_service() -> None:
 
 
 @pytest.fixture
-def port() -> Iterator[int]:
-    """Yields a port that is reserved; a server that names it can listen on it."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+def address() -> Iterator[str]:
+    with held_address() as held:
+        yield held
 
 
 @pytest.mark.asyncio
-async def test_while_the_engine_loads_the_server_answers_loading(port: int) -> None:
+async def test_while_the_engine_loads_the_server_answers_loading(address: str) -> None:
     loading, loaded = asyncio.Event(), asyncio.Event()
-    config = ServerConfig(address=f"127.0.0.1:{port}")
+    config = ServerConfig(address=address)
 
     async def factory(_: ServerConfig) -> Engine:
         loading.set()

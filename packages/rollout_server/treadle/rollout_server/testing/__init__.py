@@ -9,12 +9,14 @@ an engine must pass, and the client for a server, are in the package `treadle.co
 """
 
 from treadle.rollout_server.testing.clock import FakeClock
+from treadle.rollout_server.testing.held_address import held_address
 from treadle.rollout_server.testing.process import ServerProcess, running_server, server_process
 from treadle.rollout_server.testing.serving import serve_in_process
 
 __all__ = [
     "FakeClock",
     "ServerProcess",
+    "held_address",
     "running_server",
     "serve_in_process",
     "server_process",
