@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,18 @@ while True:
 """
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets meanwhile."""
+    with socket.socket() as held:
+        # With this option, which `create_server` sets too, it is not in a server's way.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
 
 
-def test_a_server_is_started_once_and_ended_with_its_children(tmp_path: Path) -> None:
-    port, pids = _free_port(), tmp_path / "pids"
+def test_a_server_is_started_once_and_ended_with_its_children(tmp_path: Path, port: int) -> None:
+    pids = tmp_path / "pids"
     command = [sys.executable, "-c", _SERVER, str(port), str(pids)]
     handles: list[int] = []
 
