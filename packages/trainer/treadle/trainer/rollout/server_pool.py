@@ -309,8 +309,9 @@ class ServerPool:
 
     @property
     def dead(self) -> Collection[str]:
-        """Names of the servers that are dead; they may be starting again."""
-        return self._dead.keys()
+        """Names of the servers that are dead, noticed or not; they may be starting again."""
+        ended = {name for name, server in self._rotation.items() if server.ended.done()}
+        return self._dead.keys() | ended
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of servers now, and of losses and restarts since the last call."""

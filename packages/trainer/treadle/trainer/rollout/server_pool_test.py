@@ -215,6 +215,7 @@ async def test_a_server_starts_again_though_nobody_calls_the_pool(generator: "_G
         await pool.sync_weights(1)
         pool.begun.clear()
         await pool.die("rollout-0")  # the policy trains
+        assert set(pool.dead) == {"rollout-0"}
         await pool.until_reached()
         assert launcher.processes["rollout-0"].stopped  # with what it had started
         assert "rollout-0-restart-1" in launcher.processes
@@ -223,6 +224,7 @@ async def test_a_server_starts_again_though_nobody_calls_the_pool(generator: "_G
         assert await pool.ensure_healthy()
         assert generator.addresses == ["127.0.0.1:2", "127.0.0.1:3"]
         assert publisher.published[1:] == [(1, ["rollout-0"])]
+        assert not pool.dead
         metrics = pool.take_metrics()
         assert (metrics["servers/lost"], metrics["servers/restarted"]) == (1, 1)
 
