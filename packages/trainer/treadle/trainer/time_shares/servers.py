@@ -106,8 +106,10 @@ class ServerShares:
         were_dead, self._were_dead = self._were_dead, frozenset(self._dead())
         servers = self._servers()
         occupied_s = await self._occupied_s()
+        # No step waits for the first answers, without which the next shares would be unknown.
+        within_s = None if is_first else _ANSWER_S
         answers = await concurrently(
-            self._ask(server, occupied_s.get(server.address, 0.0)) for server in servers
+            self._ask(server, occupied_s.get(server.address, 0.0), within_s) for server in servers
         )
         self._at = self._now()
         passed_s = self._at - began
@@ -136,10 +138,18 @@ class ServerShares:
         }
         return means | busy_range("servers", self.busy)
 
-    async def _ask(self, server: AskedServer, occupied_s: float) -> _Answer | None:
-        """Returns what is known of a server; None if it gives no answer."""
+    async def _ask(
+        self, server: AskedServer, occupied_s: float, within_s: float | None
+    ) -> _Answer | None:
+        """Returns what is known of a server; None if it gives no answer.
+
+        Args:
+            server: Which one.
+            occupied_s: For how long it has had open sessions.
+            within_s: Time for an answer; None: that of the call itself.
+        """
         try:
-            async with asyncio.timeout(_ANSWER_S):
+            async with asyncio.timeout(within_s):
                 info = await server.info()
         except (WeightSyncError, TimeoutError):
             return None

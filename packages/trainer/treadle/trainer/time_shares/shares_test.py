@@ -20,9 +20,12 @@ class Told:
         self.address = address or name
         self.seconds: dict[str, float] = {}
         self.answers = True
+        self.turns = 0
         self.is_older = False
 
     async def info(self) -> pb.GetServerInfoResponse:
+        for _ in range(self.turns):  # of the event loop, until it answers
+            await asyncio.sleep(0)
         if not self.answers:
             raise WeightSyncError("gone", Outcome.RESUME)
         if self.is_older:
@@ -71,6 +74,19 @@ def test_shares_are_of_the_step_and_means_over_the_servers() -> None:
         {"prefill": 0.125, "decode": 0.25, "prompts": 0.125, "weights": 0.375, "memory": 0.125}
     )
     assert run.shares.busy == pytest.approx({"a": 0.75, "b": 0.0})
+
+
+def test_only_the_first_answer_is_waited_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("treadle.trainer.time_shares.servers._ANSWER_S", 0.0)
+    server = Told("a")
+    server.turns = 10
+    run = Run(server)
+    server.turns, server.seconds = 0, {"decode": 4.0}
+    assert run.step(4.0) == {"decode": 1.0}
+    server.turns, server.seconds = 10, {"decode": 8.0}
+    assert run.step(4.0) == {"down": 1.0}
 
 
 def test_a_server_without_a_session_waits_for_training_and_else_for_prompts() -> None:
