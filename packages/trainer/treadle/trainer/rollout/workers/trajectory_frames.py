@@ -10,7 +10,8 @@ Invariants:
    others' neither travel nor take memory in the driver, which fills them in on reading.
 3. Messages with their calls stay bytes until somebody reads them, and spans stay numbers: the
    driver makes no object per turn. What it asks of every trajectory comes beside them.
-4. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
+4. Counts and participants, of which many trajectories have the same, are one object for all.
+5. Whatever a user's code puts into a trajectory, it arrives, though the driver may have none of the
    user's modules: a foreign error becomes the nearest of `agent_loop.errors`, and a trajectory that
    cannot be packed here, or read there, becomes a failed one.
 
@@ -27,6 +28,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields
+from functools import lru_cache
 from itertools import islice
 from operator import attrgetter
 from pickle import PickleBuffer
@@ -47,6 +49,7 @@ from treadle.agent_loop import (
     ToolCall,
     Trajectory,
 )
+from treadle.tracing import Metric, Reduce
 from treadle.trainer.rollout.workers.stored_text import StoredText
 
 __all__ = [
@@ -64,6 +67,8 @@ PackedTrajectory: TypeAlias = tuple[bytes, tuple[bytes | PickleBuffer, ...]]
 """A pickle of plain values, and the frames that it refers to (pickle protocol 5)."""
 
 _ERRORS = "treadle.agent_loop.errors"
+_MAX_SHARED = 1024
+"""Number of objects of a kind that are kept for other trajectories; each takes some 350 bytes."""
 
 
 class WorkerLostError(RolloutError):
@@ -111,7 +116,7 @@ class _Form(Generic[T]):
         return made
 
 
-_APART = ("task", "messages", "samples", "error")
+_APART = ("task", "messages", "samples", "metrics", "error")
 _TRAJECTORY = _Form(Trajectory, *_APART)
 _NAMES = [f.name for f in fields(Trajectory) if f.name not in _APART]
 _MESSAGE = _Form(Message, "tool_calls", "images")
@@ -240,6 +245,7 @@ def _packed(
         kept,
         (exchange.tools_called, exchange.tools_answered, exchange.user_answered),
         samples,
+        _metrics_apart(trajectory.metrics),
         messages if packed is None else PickleBuffer(packed),
         shown,
         error,
@@ -271,7 +277,7 @@ def unpack_trajectory(
         )
         problem.__traceback__ = None  # as in `pack_trajectory`
         return Trajectory.failed(task, cause)
-    columns, other, kept, took_part, samples, messages, shown, error, text, others = flat
+    columns, other, kept, took_part, samples, metrics, messages, shown, error, text, others = flat
     if error is not None:
         error.__cause__ = WorkerTraceback(text)
     images = _images_of(task)
@@ -281,13 +287,13 @@ def unpack_trajectory(
     values: dict[str, Any] = {name: value for name, [value] in zip(_NAMES, columns, strict=True)}
     values["task"] = task if other is None else other
     values["samples"] = tuple(_tokens(each, images) for each in samples)
+    values["metrics"] = _metrics(metrics)
     values["error"] = error
     given = task.messages[:kept]
     if isinstance(messages, tuple | list):
         every = (*given, *_messages(messages, images))
         return Trajectory(**values, messages=every)
-    called, answered, by_user = took_part
-    exchange = Exchange(tools_called=called, tools_answered=answered, user_answered=by_user)
+    exchange = _exchange(*took_part)
     source = PackedMessages(given, bytes(messages), tuple(images), exchange, shown)
     return Trajectory.of_source(source, **values)
 
@@ -330,6 +336,34 @@ def _messages(apart: Any, images: Sequence[Image]) -> Sequence[Message]:
         [tuple(islice(made, count)) for count in counts],
         [tuple(images[number] for number in of_message) for of_message in numbers],
     )
+
+
+def _metrics_apart(metrics: tuple[Metric, ...]) -> object:
+    """Returns whether the metrics are plain, and their names, values and rules; else themselves."""
+    plain = type(metrics) is tuple and all(
+        type(each) is Metric
+        and (type(each.name), type(each.reduce)) == (str, Reduce)
+        and type(each.value) in (int, float, bool)
+        for each in metrics
+    )
+    return plain, list(zip(*metrics, strict=True)) if plain else metrics
+
+
+def _metrics(apart: Any) -> Any:
+    plain, metrics = apart
+    if not plain:
+        return metrics
+    return tuple(map(_metric, *metrics)) if metrics else ()
+
+
+@lru_cache(maxsize=_MAX_SHARED, typed=True)  # typed: 1, 1.0 and True are equal
+def _metric(name: str, value: float, reduce: Reduce) -> Metric:
+    return Metric(name, value, reduce)
+
+
+@lru_cache(maxsize=_MAX_SHARED)
+def _exchange(called: tuple[str, ...], answered: tuple[str | None, ...], by_user: bool) -> Exchange:
+    return Exchange(tools_called=called, tools_answered=answered, user_answered=by_user)
 
 
 def _tokens_apart(tokens: Tokens, number: Callable[[Image], int]) -> object:

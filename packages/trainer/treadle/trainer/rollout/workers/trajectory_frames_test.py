@@ -6,6 +6,7 @@ import pickle
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from types import ModuleType
 from typing import Any
 
@@ -278,8 +279,21 @@ def test_a_turn_is_no_object_in_the_driver() -> None:
         assert len(_numbers(arrived)) == 3
         return len(gc.get_objects()) - before
 
-    count(1)  # caches
+    for num_turns in (1, 100):
+        count(num_turns)  # caches
     assert count(100) <= count(1)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, True, -0.5, 2**70, Fraction(1, 2)])
+def test_a_count_that_many_trajectories_have_is_one_object(value: float) -> None:
+    metrics = (Metric("tool/calls", value, Reduce.SUM), Metric("search/hits", 0.0))
+    of, known = task(), dict[Image, Image]()
+    one, other = (sent(replace(ended(of), metrics=metrics), of, known) for _ in range(2))
+    assert one.metrics == other.metrics == metrics
+    assert type(one.metrics[0].value) is type(value)
+    assert one.exchange is other.exchange
+    shared = not isinstance(value, Fraction)
+    assert [a is b for a, b in zip(one.metrics, other.metrics, strict=True)] == [shared] * 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
