@@ -131,9 +131,14 @@ class Rollout:
         on_end: Callable[[Trajectory], None],
         routed_experts: bool = False,
     ) -> list[Trajectory]:
-        """Runs every task; calls `on_end` once for each trajectory, when it has ended.
+        """Runs every task; returns one trajectory per task, in the order of the tasks.
 
-        With `routed_experts`, trajectories have the experts of their rows.
+        Args:
+            tasks: To run; no two have the same id and rollout index.
+            sampling: How completions are sampled.
+            min_weight_version: Oldest weights that may sample.
+            on_end: Called once for each trajectory, when it has ended.
+            routed_experts: Whether trajectories have the experts of their rows.
 
         Raises:
             NoServerLeftError: No server is left.
@@ -187,10 +192,13 @@ class Rollout:
         return [ended[_key(task)] for task in tasks]
 
     def check_outages(self, ended: Sequence[Trajectory]) -> None:
-        """Raises `OutageError` if something is down that trajectories need.
+        """Looks whether something is down that trajectories need.
 
         Args:
             ended: What `run` returned.
+
+        Raises:
+            OutageError: It is, and has never served or was given up.
         """
         limit, limit_s = self.config.agent.max_consecutive_failures, self.config.agent.outage_s
         for source in self.outages.down(limit) | self.outages.given_up:

@@ -90,6 +90,14 @@ async def build_context(
         progress: What the user sees.
         run_metrics: What Prometheus sees.
         report: What the user sees later.
+
+    Raises:
+        ProcessError: A process did not start.
+        PolicyError: The ranks cannot load the model or the checkpoint.
+        SetupError: A server, a judge or a reference does not answer, or lacks what the run needs.
+        NoServerLeftError: No server is left, and none may be started.
+        WeightSyncError: No server took the checkpoint's weights.
+        OSError: The run directory cannot be written.
     """
     checkpoint, resume_after = resume.checkpoint, resume.after
     # The last checkpoint's weights; 0: those of the model directory.

@@ -217,6 +217,10 @@ class TrainingContext:
             phase: Decides how completions are sampled, and is named in the progress line.
             tasks: Those of a row are adjacent.
             step: What is noted is said of it.
+
+        Raises:
+            NoServerLeftError: No server is left.
+            SetupError: A restarted server does not fit.
         """
         with (
             self.progress.phase(phase, total=len(tasks)),

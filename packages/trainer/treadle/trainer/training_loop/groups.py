@@ -455,7 +455,7 @@ def _stale(tokens: Tokens, version: int) -> BoolArray | None:
         if sampled_by is None:
             continue
         older = sampled_by < version
-        goes_on = start == last_stop and bool(stale[last_stop - 1])
-        stale[start:stop] = bytes([older or goes_on]) * (stop - start)
+        continues = start == last_stop and bool(stale[last_stop - 1])
+        stale[start:stop] = bytes([older or continues]) * (stop - start)
         last_stop = stop
     return BoolArray.of_buffer(bytes(stale)) if any(stale) else None

@@ -1,8 +1,8 @@
 """Training: from a configuration to a finished run directory.
 
 Invariant: when `run_training` returns or raises, every process that it started has ended, and the
-run directory holds a state from which the same call resumes. `check_run` has
-found the errors of the user's files.
+run directory holds a state from which the same call resumes. `check_run` has found the errors of
+the user's files.
 """
 
 import asyncio
@@ -115,6 +115,7 @@ async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summar
                         context.note(first_step - 1, note)
                     await run_schedule(context, first_step=first_step)
             else:
-                async with live_report(run_dir):  # whatever the last trainer said of its end
+                # The last trainer may have died before it recorded the end.
+                async with live_report(run_dir):
                     progress.note(f"nothing to train: step {plan.total_steps} has been reached")
         return summarize(await asyncio.to_thread(read_metrics, run_dir / "metrics.jsonl"))

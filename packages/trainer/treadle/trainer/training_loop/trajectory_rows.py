@@ -189,11 +189,11 @@ def _values_by_trajectory(batch: StepBatch, tokens: TokenValues | None) -> dict[
     return found
 
 
-def _values(sequence: TrainSequence, tokens: TokenValues | None, slots: slice) -> _Values:
+def _values(sequence: TrainSequence, tokens: TokenValues | None, part: slice) -> _Values:
     return _Values(
         advantages=sequence.at_loss_tokens("advantages"),
-        logprobs=None if tokens is None else tokens.logprobs_M[slots],
-        entropy=None if tokens is None else tokens.entropy_M[slots],
+        logprobs=None if tokens is None else tokens.logprobs_M[part],
+        entropy=None if tokens is None else tokens.entropy_M[part],
     )
 
 
@@ -205,7 +205,7 @@ def _sampled(sample: Tokens, mask: BoolArray) -> Floats:
 
 
 def _at(mask: BoolArray, values: Floats | None) -> Floats | None:
-    """Returns the values in the places of the mask, NaN in the others."""
+    """Returns the values where the mask is set, NaN elsewhere."""
     if values is None:
         return None
     placed = np.full(len(mask), np.nan, dtype=np.float32)

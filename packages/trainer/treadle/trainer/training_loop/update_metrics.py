@@ -67,7 +67,7 @@ def broken_policy(
     """
     applied = [update for update in stats.steps if not update.skipped]
     last = applied[-1] if applied else stats.steps[-1]
-    go_on = (
+    advice = (
         "no checkpoint was saved before: start again in another run.dir"
         if kept is None
         else f"the last good checkpoint is {kept}: start again with the same run.dir"
@@ -75,5 +75,5 @@ def broken_policy(
     return (
         f"step {step}: the update left {stats.broken} (gradient norm "
         f"{last.grad_norm:.4g}, learning rate {last.learning_rate:.4g}); they are neither "
-        f"published nor saved. {go_on[0].upper()}{go_on[1:]} and a lower {lower}"
+        f"published nor saved. {advice[0].upper()}{advice[1:]} and a lower {lower}"
     )

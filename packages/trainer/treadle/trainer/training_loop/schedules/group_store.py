@@ -176,11 +176,12 @@ class GroupStore:
     def _read(self, path: Path, number: int) -> Waiting:
         content = path.read_bytes()
         data = content[4:]
-        if zlib.crc32(data) != int.from_bytes(content[:4], "little"):
-            raise ValueError("its checksum is another")
-        written, birth, indices, members = _Unpickler(io.BytesIO(data)).load()
-        if written != number:
-            raise ValueError(f"it is of group {written}")
+        written, computed = int.from_bytes(content[:4], "little"), zlib.crc32(data)
+        if written != computed:
+            raise ValueError(f"its CRC-32 is {computed:08x}, and {written:08x} was written")
+        own, birth, indices, members = _Unpickler(io.BytesIO(data)).load()
+        if own != number:
+            raise ValueError(f"it is of group {own}")
         tasks = {task.rollout_index: task for task in self._tasks(number)}
         trajectories = tuple(
             trajectory.replaced(task=tasks[index])

@@ -25,6 +25,7 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
         AdvantageError: The estimator failed.
         NoGroupLeftError: A step gave nothing to train on.
         NoServerLeftError: No rollout server is left.
+        SetupError: A restarted server does not fit.
         OutageError: A tool or another thing that trajectories need is down.
         PolicyError: A policy rank failed, or an update left a policy or a critic that is not
             finite.
