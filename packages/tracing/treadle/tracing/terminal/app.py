@@ -1,6 +1,6 @@
 """The app: curves of one or several runs, and the trajectories of one of them.
 
-Every two seconds, and when `r` is pressed, threads read the metrics and query the table anew; the
+Every two seconds, and when `r` is pressed, threads read the metrics and query the table again; the
 event loop shows what comes back, unless a newer query has been asked meanwhile, or the app has
 ended. Nothing is written.
 """
@@ -142,12 +142,12 @@ class RunApp(App[None]):
             run.trajectories.close()
 
     def _reload_if_idle(self) -> None:
-        """Reads the runs anew, unless a thread still does: a large run may take longer."""
+        """Reads the runs again, unless a thread still does: a large run may take longer."""
         if not any(worker.is_running for worker in self.workers):
             self.action_reload()
 
     def action_reload(self) -> None:
-        """Reads the runs anew."""
+        """Reads the runs again."""
         self._read_metrics()
         self._query_trajectories()
 
@@ -189,7 +189,7 @@ class RunApp(App[None]):
 
     @on(DataTable.RowSelected, "#table")
     def _open(self, event: DataTable.RowSelected) -> None:
-        # Not by its place: the table may have been filled anew since the key was pressed.
+        # Not by its place: the table may have been filled again since the key was pressed.
         _, *key = json.loads(str(event.row_key.value))
         self._read_one(*key)
 

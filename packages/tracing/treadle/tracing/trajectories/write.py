@@ -118,7 +118,7 @@ class SpanColumns:
 def _table(rows: Sequence[Mapping[str, Any]]) -> pa.Table:
     """Returns rows as a table.
 
-    Spans become Arrow's for all rows at once: for each row by itself, it would cost more than the
+    Spans become Arrow's for all rows at once: for each row alone, it would cost more than the
     objects do.
     """
     spans = [sample["spans"] for row in rows for sample in row["samples"]]

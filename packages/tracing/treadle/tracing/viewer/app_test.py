@@ -139,7 +139,7 @@ def test_the_time_of_a_step_is_told_by_cause(client: TestClient) -> None:
         ("runs/0/trajectories?filter=rewrd%3C1", 400, "did you mean reward?"),
         ("runs/0/trajectories?sort=size", 400, "there is no column 'size'"),
         ("runs/0/trajectories?limit=-1", 400, "limit='-1' is not a number"),
-        ("runs/0/metrics?cursor=x", 400, "begin anew with 0-0"),
+        ("runs/0/metrics?cursor=x", 400, "begin again with 0-0"),
         ("runs/0/timeline?phase=train", 400, "the parameter step is missing"),
         (
             "runs/0/trajectory?step=1&phase=train&task_id=x&rollout_index=0",

@@ -61,7 +61,7 @@ def read_increment(path: Path, cursor: str = START) -> Increment:
     """
     match = _CURSOR.fullmatch(cursor)
     if match is None:
-        raise InvalidCursorError(f"cursor {cursor!r:.40} is malformed: begin anew with {START}")
+        raise InvalidCursorError(f"cursor {cursor!r:.40} is malformed: begin again with {START}")
     offset, checksum = int(match[1]), int(match[2])
     try:
         file = path.open("rb")

@@ -65,7 +65,7 @@ def test_damaged_lines_are_counted_and_what_is_not_finite_is_none(tmp_path: Path
 
 @pytest.mark.parametrize("cursor", ["", "1", "-1-0", "x-y", "1-2-3", "٣-0", "9" * 20 + "-0"])
 def test_a_malformed_cursor_is_refused(tmp_path: Path, cursor: str) -> None:
-    with pytest.raises(InvalidCursorError, match="begin anew with 0-0"):
+    with pytest.raises(InvalidCursorError, match="begin again with 0-0"):
         read_increment(tmp_path / "metrics.jsonl", cursor)
 
 
