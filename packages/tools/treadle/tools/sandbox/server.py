@@ -129,7 +129,7 @@ async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     opened = socket.create_server((host, port), backlog=2048)
-    # Made anew of its descriptor, a socket knows that its protocol is TCP. asyncio sets
+    # A socket that is made of its descriptor knows that its protocol is TCP. asyncio sets
     # TCP_NODELAY only then; without it an answer waits 40 ms.
     return socket.socket(fileno=opened.detach())
 
