@@ -163,7 +163,7 @@ class _Completion:
         self.task.cancel()
 
     def invocation_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
-        """Returns what a call of its own would have."""
+        """Returns the metadata that a separate call would have."""
         parent = self._wanted.traceparent
         return ((TRACE_HEADER, parent),) if parent else ()
 
@@ -286,7 +286,7 @@ def _expired() -> pb.CompletionStatus:
 
 
 def _failed(error: Exception) -> pb.CompletionStatus:
-    """Returns what the guard would have said of a call of its own."""
+    """Returns what the guard would have said of a separate call."""
     if isinstance(error, RolloutServerError):
         code, status = to_status(error)
         return pb.CompletionStatus(
