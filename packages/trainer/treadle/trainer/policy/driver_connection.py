@@ -45,7 +45,7 @@ def accept_driver(
     """Waits for the driver and returns the connection to it.
 
     Args:
-        listener: Without a key of its own, for it would wait for each caller in turn.
+        listener: Without an own key: it would wait for each caller in turn.
         key: Of the run.
         tls: The run's certificates; None: in plain text.
     """

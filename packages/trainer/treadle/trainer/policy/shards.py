@@ -52,7 +52,7 @@ def assign(
     mini_batches: int = 1,
     share_prefixes: SharePrefixes = "never",
 ) -> list[int]:
-    """Returns the shard of each sequence; balances every mini-batch by itself.
+    """Returns the shard of each sequence; balances each mini-batch alone.
 
     In a mini-batch, sequences with a gradient are balanced first, because a loss may leave out the
     others. Where prefixes are shared, neighbours in the order of their ids stay together.

@@ -36,7 +36,7 @@ class SignsOfLife:
     """The rank's end; a context manager around each command.
 
     Args:
-        connection: To the driver, which gets the first sign at once. Whoever answers on it does so
+        connection: To the driver, which gets the first sign at once. Answers on it are sent
             outside of the context.
         beat_s: Time between two signs.
     """

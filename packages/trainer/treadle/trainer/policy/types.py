@@ -72,7 +72,7 @@ class TrainSequence:
         images: In the order of their places, which lie within the ids and outside the loss mask.
             Sequences that show one image share the object, so that it travels once.
         shard: The data-parallel group that computes it; None: each rank has the whole batch, and
-            plans by itself. A batch has it for all of its sequences or for none.
+            plans alone. A batch has it for all of its sequences or for none.
         is_outline: Whether this rank has the sequence without its values (see `shards`).
 
     Raises:

@@ -41,7 +41,7 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False
         SetupError: A catalogue cannot be used, a name in `agent.loops` is taken, one of its
             loops or `agent.default_loop` cannot be made, or tools and interactions report one
             metric under two rules.
-        SeveralProblems: more than one of these.
+        SeveralProblems: More than one of these.
     """
     agent = config.agent
     problems = Problems(SetupError)
@@ -108,7 +108,7 @@ def load_loops(config: AgentConfig, own: OwnCode = NOTHING) -> LoopRegistry:
     Raises:
         SetupError: A name in `agent.loops` is taken, or one of its loops or `agent.default_loop`
             cannot be made.
-        SeveralProblems: more than one of these.
+        SeveralProblems: More than one of these.
     """
     loops = default_loops(on_malformed_call=OnMalformedCall(config.on_malformed_call))
     for name, loop in own.loops.items():

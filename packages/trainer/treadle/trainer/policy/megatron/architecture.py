@@ -55,7 +55,7 @@ class Blocks:
         norms: Names of the norms.
         one_plus_norms: Whether a norm multiplies by 1 + weight, in float32, and not by the weight.
         qkv_bias: Whether queries, keys and values have biases; None: as `attention_bias` says.
-        qk_norm: Whether queries and keys are normed, each head by itself.
+        qk_norm: Whether queries and keys are normed, each head alone.
         experts: Whether some feed-forward parts are mixtures of experts, see `experts.shape`.
         fused_qkv: Whether the files have queries, keys and values in one matrix, `qkv_proj`.
         fused_gate_up: Whether they have gate and up in one matrix, `gate_up_proj`.

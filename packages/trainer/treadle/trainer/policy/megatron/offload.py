@@ -1,8 +1,8 @@
-"""Offload: what of a model is in host memory while nothing is computed with it.
+"""Offload: parts of a model are in host memory while nothing is computed with them.
 
 Invariant: a part that is away has no memory on the device. It comes back bit for bit, into the same
 storages: Megatron's parameters and the optimizer's shards are views of flat buffers, and all views
-stay valid. A storage belongs to one part only. Whoever computes restores what it needs first; to
+stay valid. A storage belongs to one part only. A computation first restores what it needs; to
 read a tensor of a part that is away is undefined.
 
     part          of it                                           kept
