@@ -83,7 +83,7 @@ def test_any_text_is_accepted_and_malformed_spans_point_into_it(junk: str) -> No
         ('{"name": "f"}', "the call has no 'arguments'"),
         ('{"name": "f", "arguments": [1]}', "'arguments' must be a JSON object, got an array"),
         ('{"name": "f", "arguments": "{}"}', "'arguments' must be a JSON object, got a string"),
-        ('{"name": 3, "arguments": {}}', "'name' must be a text, got a number"),
+        ('{"name": 3, "arguments": {}}', "'name' must be a string, got a number"),
         ('{"name": "f", "arguments": {}} {}', "extra data after the JSON object"),
         ('["f"]', "the call must be a JSON object, got an array"),
         ("f(1)", "Expecting value"),

@@ -144,7 +144,7 @@ def read_call(
         raise CallError(f"the call has no {arguments[0]!r}")
     named, given = value[name], value[key]
     if not isinstance(named, str) or not named:
-        raise CallError(f"{name!r} must be a text, got {json_type(named)}")
+        raise CallError(f"{name!r} must be a string, got {json_type(named)}")
     if not isinstance(given, dict):
         raise CallError(f"{key!r} must be a JSON object, got {json_type(given)}")
     return named, given

@@ -180,7 +180,7 @@ class _Reader:
         while not self.take("}"):
             key = self._value(depth + 1)
             if not isinstance(key, str):
-                raise CallError(f"the key {key!r} of a dictionary is no text")
+                raise CallError(f"the key {key!r} of a dictionary is not a string")
             self.expect(":")
             found[key] = self._value(depth + 1)
             if not self.take(","):

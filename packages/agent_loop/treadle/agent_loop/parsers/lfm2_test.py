@@ -42,7 +42,7 @@ def test_arguments(inside: str, arguments: dict[str, object]) -> None:
         ("f(a=x)", "expected a text in quotes, a number, True, False or None, got 'x'"),
         ("f(a=1e999)", "True, False or None, got '1e999'"),
         ("f(a='x)", "a text is not closed by '"),
-        ("f(a={1: 2})", "the key 1 of a dictionary is no text"),
+        ("f(a={1: 2})", "the key 1 of a dictionary is not a string"),
         (r"f(a='\ud800')", "half of a character"),
         ("f(a=" + "[" * 80 + ")", "nested too deeply"),
         ("f(a=open('x'))", "or None, got 'open'"),

@@ -98,7 +98,7 @@ def read_responses_request(
     history = _history(given.get("previous_response_id"), answered)
     messages = (*instructions, *history, *_Input(allowed).read(given.get("input")))
     if not messages:
-        raise bad_value("input", "it must be a text, or a list with at least one item")
+        raise bad_value("input", "it must be a string, or a list with at least one item")
     check_last(messages, "input")
     return AgentRequest(
         messages=messages,
