@@ -42,7 +42,7 @@ def app(index: Bm25Index) -> Starlette:
             body = json.loads(raw)
             queries, topk = body["queries"], body.get("topk", 3)
             if not isinstance(queries, list) or not all(isinstance(q, str) for q in queries):
-                raise TypeError("queries must be a list of texts")
+                raise TypeError("queries must be a list of strings")
             if not isinstance(topk, int) or isinstance(topk, bool) or not 1 <= topk <= _MAX_TOPK:
                 raise TypeError(f"topk must be an integer from 1 to {_MAX_TOPK}")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

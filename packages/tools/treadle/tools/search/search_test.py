@@ -190,7 +190,7 @@ async def test_the_service_of_ours_and_its_client_understand_each_other(corpus: 
     async with httpx.AsyncClient(transport=transport) as http:
         for body, why in [
             ({"query": "x"}, "KeyError: 'queries'"),
-            ({"queries": "x"}, "TypeError: queries must be a list of texts"),
+            ({"queries": "x"}, "TypeError: queries must be a list of strings"),
             ({"queries": ["x"], "topk": -1}, "TypeError: topk must be an integer from 1 to 1000"),
             ({"queries": ["x"], "topk": 1001}, "TypeError: topk must be an integer from 1 to 1000"),
         ]:

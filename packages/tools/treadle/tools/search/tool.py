@@ -85,14 +85,14 @@ class SearchTool:
         """Searches for each query.
 
         Raises:
-            ToolFailure: `query_list` is not a list of texts.
+            ToolFailure: `query_list` is not a list of strings.
             ConnectionError: The retrieval service cannot answer.
         """
         queries = arguments.get("query_list")
         if not isinstance(queries, list) or not queries:
             raise ToolFailure(f"'query_list' must be a list of queries, not {queries!r}")
         if not all(isinstance(query, str) and query.strip() for query in queries):
-            raise ToolFailure(f"every query must be a text, and not empty: {queries!r}")
+            raise ToolFailure(f"every query must be a string, and not empty: {queries!r}")
         if len(queries) > _MAX_QUERIES:
             raise ToolFailure(f"at most {_MAX_QUERIES} queries are taken, not {len(queries)}")
         found = await self._retriever.retrieve(queries, topk=self._topk)
