@@ -664,8 +664,8 @@ class TracingConfig(Section):
     @field_validator("backends")
     @classmethod
     def _no_backend_twice(cls, names: tuple[str, ...]) -> tuple[str, ...]:
-        if len(set(names)) < len(names):
-            raise ValueError("names a backend twice")
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"names {twice[0]} twice: name each backend once")
         return names
 
 
@@ -708,8 +708,8 @@ class AnyRunConfig(Section):
                 raise ValueError(
                     f"unknown logger {name!r}; known are {known}, and your own as path.py:Class"
                 )
-        if len(set(names)) < len(names):
-            raise ValueError("names a logger twice")
+        if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+            raise ValueError(f"names {twice[0]} twice: name each logger once")
         if same := same_short_name(names):
             raise ValueError(
                 f"{same[0]} and {same[1]} would share their log and their files in the run "

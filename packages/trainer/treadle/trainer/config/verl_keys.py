@@ -209,7 +209,10 @@ def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
     stages = verl.get(f"{prefix}.multi_stage_wake_up", False)
     released = verl.get(f"{prefix}.free_cache_engine", True)
     if stages and not released:
-        raise ConfigError("multi_stage_wake_up=True with free_cache_engine=False wakes up nothing")
+        raise ConfigError(
+            "multi_stage_wake_up=True with free_cache_engine=False wakes up nothing: set "
+            "free_cache_engine=True, or leave out multi_stage_wake_up"
+        )
     return {"rollout.release_memory": released, "rollout.multi_stage_wake_up": stages}
 
 

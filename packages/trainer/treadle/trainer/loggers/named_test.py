@@ -38,7 +38,7 @@ def test_a_file_of_your_own_is_named_from_where_the_argument_was_given(
     [
         ("run.loggers=[swanlab]", "unknown logger 'swanlab'; known are console, jsonl, mlflow"),
         ("trainer.logger=swanlab", "unknown logger 'swanlab'"),
-        ("run.loggers=[wandb,wandb]", "names a logger twice"),
+        ("run.loggers=[wandb,wandb]", "names wandb twice"),
         ("run.loggers=[a.py:Mine,b.py:Mine]", r"a\.py:Mine and .*b\.py:Mine would share their log"),
         ("run.loggers=[wandb,mine.py:wandb]", r"wandb and .*mine\.py:wandb would share their log"),
     ],

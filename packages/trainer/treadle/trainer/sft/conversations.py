@@ -126,7 +126,7 @@ def _decoded(value: object, where: str) -> object:
     try:
         return json.loads(value)
     except ValueError as error:
-        raise _Wrong(f"{where} is a text that is not JSON: {error}: {value!r:.80}") from None
+        raise _Wrong(f"{where} is a string that is not JSON: {error}: {value!r:.80}") from None
 
 
 def _message(value: object, where: str) -> Message:

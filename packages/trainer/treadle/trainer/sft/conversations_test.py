@@ -102,7 +102,7 @@ _WRONG: list[tuple[object, str]] = [
         {"message": [_USER]},
         r"line 1: the column 'messages' is missing \(did you mean 'message'\?\)",
     ),
-    ({"messages": "no"}, "line 1: messages is a text that is not JSON: "),
+    ({"messages": "no"}, "line 1: messages is a string that is not JSON: "),
     ({"messages": {}}, "line 1: messages must be a list, or a JSON text of one, got {}"),
     ({"messages": [3]}, r"messages\[0\] must be a mapping with role and content, got 3"),
     (
@@ -128,7 +128,7 @@ _WRONG: list[tuple[object, str]] = [
         {"messages": [_USER, _SAID], "enable_thinking": True},
         "set agent.template_kwargs.enable_thinking",
     ),
-    (_calling("{"), r"messages\[1\].tool_calls\[0\].function.arguments is a text that is not JSON"),
+    (_calling("{"), r"messages\[1\].tool_calls\[0\].function.arguments is a string that is not"),
     (_calling("3"), r"function.arguments must be a mapping or a JSON text of one, got '3'"),
     (_calling({"a": None}), r"arguments.a is null, which may stand for a missing key: write"),
     (_calling({}, name="sub"), r"messages\[1\] calls 'sub', and tools has add"),
