@@ -54,6 +54,9 @@ def test_a_run_is_repeated_bit_for_bit_and_micro_batches_do_not_change_it(
     if loss == "corrected":
         correction = {"weights": "token", "reject": {"token_k1": [0.5, 2.0]}, "veto": 1e-4}
         settings |= {"loss": "ppo", "correction": correction, "kl_coef": 0.1, "entropy_coef": 0.01}
+    if loss == "kl_cov":
+        # Where a ratio is 1 but for rounding, the gradient of its |log ratio| has the sign of that.
+        settings["old_logprobs"] = "rollout"
     algorithm = AlgorithmConfig.model_validate(settings)
     first, again, cut = (
         update(folder, algorithm, micro_batch_tokens=tokens) for tokens in (300, 300, 60)
@@ -63,5 +66,6 @@ def test_a_run_is_repeated_bit_for_bit_and_micro_batches_do_not_change_it(
     assert first[0].steps[0].num_micro_batches < cut[0].steps[0].num_micro_batches
     for step, other in zip(first[0].steps, cut[0].steps, strict=True):
         assert other.loss == pytest.approx(step.loss, abs=1e-5)
-        assert other.grad_norm == pytest.approx(step.grad_norm, rel=1e-4)
+        # Of rounding alone where nothing is to learn yet: a distillation begins at its teacher.
+        assert other.grad_norm == pytest.approx(step.grad_norm, rel=1e-4, abs=1e-6)
     assert max(float((first[1][n] - cut[1][n]).abs().max()) for n in first[1]) < 1e-5
