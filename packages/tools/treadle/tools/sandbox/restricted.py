@@ -2,23 +2,28 @@
 
 Invariant: a program has no files, no network, no processes and no library but what Monty brings
 (parts of `math`, `re`, `json`, `datetime`, ...): they do not exist in it. Time, memory, recursion
-and output are limited; a program that writes more than a megabyte fails at the end of its run. It
-runs in a helper process that is not isolated by the kernel, so a flaw of the interpreter would
-affect the host; that is the price of a millisecond per program. For arithmetic; code that wants
-numpy wants `LocalSandbox`.
+and output are limited; a program that writes more than a megabyte is ended at once, with its helper
+process. That process is not isolated by the kernel, so a flaw of the interpreter would affect the
+host; that is the price of a millisecond per program. For arithmetic; code that wants numpy wants
+`LocalSandbox`.
 
 Who waits: `run`, for one of the helper processes.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
+import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from treadle.agent_loop import SetupError
+from treadle.agent_loop.aio import run_until
 from treadle.tools.sandbox.execution import (
     Execution,
     Program,
@@ -96,27 +101,38 @@ class RestrictedSandbox:
                 f"{program.language}, {len(program.files)} files"
             )
         assert self._pool is not None, "the sandbox was not entered"
-        output = self._monty.CollectStreams(_OUTPUT_BYTES)
+        full = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        output = _Output(partial(loop.call_soon_threadsafe, full.set))
         arrived = began = time.monotonic()
         error: BaseException | None = None
-        try:
-            async with self._pool.checkout(limits=self._limits(program)) as session:
-                began = time.monotonic()
-                await session.feed_run(program.code, print_callback=output)
-        except (self._monty.MontyError, RecursionError) as raised:
-            error = raised
-        except OSError as raised:
-            raise SandboxError(f"the restricted interpreter failed: {raised}") from raised
-        stdout, stderr = (
-            "".join(text for stream, text in output.output if stream == wanted)
-            for wanted in ("stdout", "stderr")
-        )
-        timed_out = self._timed_out(error)
+
+        async def feed() -> None:
+            nonlocal began, error
+            assert self._pool is not None
+            try:
+                async with self._pool.checkout(limits=self._limits(program)) as session:
+                    began = time.monotonic()
+                    await session.feed_run(program.code, print_callback=output)
+            except (self._monty.MontyError, RecursionError) as raised:
+                error = raised
+            except OSError as raised:
+                raise SandboxError(f"the restricted interpreter failed: {raised}") from raised
+
+        await run_until(feed(), full.wait)
+        stdout, stderr = output.text("stdout"), output.text("stderr")
+        timed_out = not output.is_full and self._timed_out(error)
+        if output.is_full:
+            stderr += f"\nthe limit of {_OUTPUT_BYTES >> 10} KiB of output was exceeded\n"
+            return_code = -signal.SIGKILL
+        else:
+            stderr += "" if error is None or timed_out else self._shown(error)
+            return_code = self._return_code(error)
         return Execution(
             status=RunStatus.TIMED_OUT if timed_out else RunStatus.FINISHED,
             stdout=stdout,
-            stderr=stderr + ("" if error is None or timed_out else self._shown(error)),
-            return_code=None if timed_out else self._return_code(error),
+            stderr=stderr,
+            return_code=None if timed_out else return_code,
             execution_s=time.monotonic() - began,
             queue_s=began - arrived,
         )
@@ -143,6 +159,35 @@ class RestrictedSandbox:
     def _shown(self, error: BaseException) -> str:
         kinds = (self._monty.MontySyntaxError, self._monty.MontyRuntimeError)
         return f"{error.display() if isinstance(error, kinds) else error}\n"
+
+
+class _Output:
+    """What a program writes; the interpreter calls it on another thread.
+
+    Args:
+        tell_full: Called once, when a stream has more than `_OUTPUT_BYTES`.
+
+    Attributes:
+        is_full: Whether it was called.
+    """
+
+    def __init__(self, tell_full: Callable[[], object]) -> None:
+        self._tell_full = tell_full
+        self._streams = {"stdout": bytearray(), "stderr": bytearray()}
+        self.is_full = False
+
+    def __call__(self, stream: str, text: str) -> None:
+        """Keeps a piece, as far as there is room."""
+        kept, new = self._streams[stream], text.encode()
+        room = _OUTPUT_BYTES - len(kept)
+        kept += new[:room]
+        if len(new) > room and not self.is_full:
+            self.is_full = True
+            self._tell_full()
+
+    def text(self, stream: str) -> str:
+        """Returns what a stream has."""
+        return self._streams[stream].decode(errors="ignore")
 
 
 def _inner(error: Any) -> object:
