@@ -35,6 +35,9 @@ _LITTLE = 64 << 10
 # A killed process ends at once, unless the kernel waits for a disk or a device.
 KILLED_S = 10.0
 _SIGNALS = range(1, 65)
+_USAGE = 2
+"""Exit status of a program that does not understand its arguments."""
+_VMSTAT = Path("/proc/vmstat")
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +60,24 @@ def _name_of(number: int) -> str:
 def _was_killed(status: int) -> bool:
     """Whether a signal ended a process, or what it ran: a shell then exits with 128 + n."""
     return status < 0 or status - 128 in _SIGNALS
+
+
+def _oom_kills() -> int:
+    """Returns how many processes of this machine its kernel has ended for memory.
+
+    It counts those of other programs too. 0: it does not say.
+    """
+    try:
+        text = _VMSTAT.read_text(encoding="ascii")
+    except OSError:
+        return 0
+    counts = dict(line.split() for line in text.splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
+def _told_of_memory(kills: int) -> str:
+    what = "a process" if kills == 1 else f"{kills} processes"
+    return f"the kernel ended {what} of that machine for memory"
 
 
 def read_tail(path: Path, lines: int) -> str:
@@ -99,6 +120,7 @@ class LocalProcess:
         self._executable = executable
         self._python_path = child_python_path() if python_path is None else python_path
         self._child: asyncio.subprocess.Process | None = None
+        self._oom_kills = 0
 
     async def start(self, host: str) -> None:
         """Starts it; called once.
@@ -117,6 +139,7 @@ class LocalProcess:
         else:
             command = (self._executable, "-P", "-m", self._spec.module)
             environment = child_environment(self._python_path, extra)
+        self._oom_kills = _oom_kills()
         with self.log_path.open("ab") as log:
             try:
                 self._child = await asyncio.create_subprocess_exec(
@@ -151,10 +174,13 @@ class LocalProcess:
                 while not self._ready_path.exists():
                     assert self._child is not None
                     if (status := self._child.returncode) is not None:
-                        # A process that exits by itself has refused its input, and would again.
-                        kind = LostProcessError if _was_killed(status) else ProcessError
+                        kills = 0 if status == _USAGE else _oom_kills() - self._oom_kills
+                        # A process that exits by itself has refused its input, and would again;
+                        # unless it lost one that it had started, as an engine's.
+                        kind = LostProcessError if _was_killed(status) or kills else ProcessError
+                        meanwhile = "" if not kills else f", while {_told_of_memory(kills)}"
                         raise kind(
-                            f"{self.name} {self.describe_end(status)} before it served; "
+                            f"{self.name} {self.describe_end(status)} before it served{meanwhile}; "
                             f"{self.log_path} ends with:\n{await self.log_tail()}"
                         )
                     await asyncio.sleep(_READY_POLL_S)

@@ -150,7 +150,10 @@ async def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_child_that_fails_is_quoted(program: str, tmp_path: Path) -> None:
+async def test_a_child_that_fails_is_quoted(
+    program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("treadle.trainer.launch.local._VMSTAT", tmp_path / "no kernel says so")
     async with LocalLauncher(tmp_path / "logs") as launcher:
         process = await launcher.start(_spec(program, "fail"))
         with pytest.raises(
@@ -176,6 +179,27 @@ async def test_a_child_that_is_killed_before_it_serves_is_lost(
         process = await launcher.start(killed)
         with pytest.raises(LostProcessError, match=f"child {end} on node"):
             await process.ready(_LONG_S)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(("status", "is_lost"), [(1, True), (2, False)])
+async def test_a_child_whose_child_is_killed_for_memory_is_lost(
+    status: int, is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel ends the engine, which is larger; the server says so and exits."""
+    vmstat = tmp_path / "vmstat"
+    vmstat.write_text("oom_kill 41\nnr_free_pages 7\n")
+    monkeypatch.setattr("treadle.trainer.launch.local._VMSTAT", vmstat)
+    ends = f"echo 'oom_kill 42' > {vmstat}; echo the engine was killed; exit {status}"
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        process = await launcher.start(
+            ProcessSpec(name="child", module="", command=("sh", "-c", ends))
+        )
+        with pytest.raises(ProcessError, match=r"(?s)before it served.*engine was kill") as error:
+            await process.ready(_LONG_S)
+    assert isinstance(error.value, LostProcessError) is is_lost
+    told = ", while the kernel ended a process of that machine for memory; "
+    assert (told in str(error.value)) is is_lost
 
 
 @pytest.mark.asyncio

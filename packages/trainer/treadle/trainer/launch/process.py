@@ -90,7 +90,8 @@ class Process(Protocol):
         """Waits until the program serves; returns its `host:port`.
 
         Raises:
-            LostProcessError: A signal ended it first, or its node is gone.
+            LostProcessError: A signal ended it first, or its node is gone; or it exited by itself
+                while the kernel of its machine ended a process for memory, as an engine's.
             ProcessError: It ended first, or the deadline passed.
         """
         ...

@@ -391,7 +391,11 @@ async def test_a_server_that_is_always_killed_while_it_starts_ends_the_run(tmp_p
 
 
 @pytest.mark.asyncio
-async def test_a_server_that_refuses_its_settings_is_not_started_again(tmp_path: Path) -> None:
+async def test_a_server_that_refuses_its_settings_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the kernel does to programs beside the test is not seen.
+    monkeypatch.setattr("treadle.trainer.launch.local._VMSTAT", tmp_path / "no kernel says so")
     refuses = _server("echo no such model >&2; exit 1")
     async with LocalLauncher(tmp_path) as launcher:
         refused = "(?s)rollout-0 exited with status 1 on node .*no such model"
