@@ -1,5 +1,6 @@
 """Tests of a real loop worker and its router, with a server that a test scripts."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers.pool import loop_workers
+from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
 
 pytestmark = pytest.mark.asyncio
 
@@ -34,7 +36,8 @@ async def test_a_worker_renders_parses_calls_tools_and_scores(tmp_path: Path) ->
     renderer = load_renderer(config)
     end = renderer.stop_token_ids[0]
     call, answer = ((*renderer.encode(text), end) for text in (_CALL, "#### 42"))
-    server = Server(*(says(STARTED, tokens(*ids), finished(len(ids))) for ids in (call, answer)))
+    turns = [says(STARTED, tokens(*ids), finished(len(ids))) for ids in (call, answer)]
+    server = Server(*turns, *turns)
     task = AgentTask(
         task_id="train/0",
         sample_index=0,
@@ -65,9 +68,14 @@ async def test_a_worker_renders_parses_calls_tools_and_scores(tmp_path: Path) ->
         ) as (workers, router),
     ):
         settings = RunnerSettings(sampling=SamplingParams(max_tokens=64), min_weight_version=1)
-        await workers.runner(settings, max_in_flight=1).run([task], sink)
+        runner = workers.runner(settings, max_in_flight=1)
+        for wanted in (True, False):
+            workers.make_text_while(partial(bool, wanted))
+            await runner.run([task], sink)
         assert (await router.occupied_s())[server.address] > 0
-    [trajectory] = ended
+    texts = [t.source.text() for t in ended if isinstance(t.source, PackedMessages)]
+    assert [text is not None and text.response for text in texts] == [b"#### 42", False]
+    trajectory, _ = ended
     assert trajectory.error is None
     assert (trajectory.task, trajectory.reward) == (task, 1.0)
     assert trajectory.exchange.tools_called == ("calculator",)
@@ -81,7 +89,8 @@ async def test_a_worker_renders_parses_calls_tools_and_scores(tmp_path: Path) ->
         "assistant",
     ]
     assert trajectory.messages[2].content == "42"
-    first, second = (list(request.prompt_token_ids) for request in server.requests)
+    requests = server.requests[:2]
+    first, second = (list(request.prompt_token_ids) for request in requests)
     assert second[: len(first) + len(call)] == [*first, *call]
     assert list(trajectory.tokens.ids) == [*second, *answer]
-    assert {request.session_id for request in server.requests} == {server.requests[0].session_id}
+    assert len({request.session_id for request in requests}) == 1

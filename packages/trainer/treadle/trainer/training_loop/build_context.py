@@ -192,6 +192,7 @@ async def build_context(
                 workers, router = started
                 router.follow(servers)
                 workers.follow(servers)
+                workers.make_text_while(lambda: not trajectory_store.is_full)
         context = TrainingContext(
             config=config,
             train=inputs.train,

@@ -78,6 +78,11 @@ class TrajectoryStore:
         self._held: _Held | None = None
         self._writing: asyncio.Task[int] | None = None
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the budget is spent: of later steps few trajectories are kept."""
+        return self._num_bytes >= self._max_bytes
+
     def hold(
         self,
         step: int,
@@ -103,7 +108,7 @@ class TrajectoryStore:
         """
         assert self._held is None, "each step is written before the next one is held"
         kept = trajectories
-        if self._num_bytes >= self._max_bytes:
+        if self.is_full:
             chosen = {id(trajectory) for trajectory in choose(trajectories, limit)}
             kept = [t for t in trajectories if t.error is not None or id(t) in chosen]
         self._held = _Held(

@@ -253,6 +253,7 @@ async def test_beyond_the_budget_failures_and_chosen_groups_are_kept(tmp_path: P
         *_group("train/3", [0.5, None]),
     ]
     async with _store(tmp_path, max_bytes=1) as store:
+        assert not store.is_full
         assert await _write(store, 1, step) is None
         assert await _write(store, 2, step) is None  # the first file is in work
         said = await _write(store, 3, step)
@@ -260,6 +261,7 @@ async def test_beyond_the_budget_failures_and_chosen_groups_are_kept(tmp_path: P
         assert said.startswith("trajectories/ has reached run.trajectories_max_bytes=1: from here")
         assert said.endswith(", now 3 of 8 trajectories")
     async with _store(tmp_path, max_bytes=1, resume_after=3) as store:
+        assert store.is_full
         assert await _write(store, 4, step) is not None
         assert await _write(store, 5, step) is None
     files = TrajectoryFiles(tmp_path)

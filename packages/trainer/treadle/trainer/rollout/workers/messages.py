@@ -62,7 +62,7 @@ class Setup:
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
         response_characters: Maximum length of a `response` in the trajectory files, whose text the
-            worker makes; None: the run keeps few trajectories, and the driver makes it of these.
+            worker makes (`Give.text`).
         directory: Working directory of the driver, from which relative paths are meant.
     """
 
@@ -72,7 +72,7 @@ class Setup:
     requirements: Requirements
     loops: frozenset[str]
     images: bool
-    response_characters: int | None
+    response_characters: int
     directory: Path
 
 
@@ -114,10 +114,18 @@ class GivenTask:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Tasks of a run, at most as many as the worker asked for."""
+    """Tasks of a run, at most as many as the worker asked for.
+
+    Attributes:
+        run: Of the tasks.
+        tasks: To run.
+        text: Whether the worker makes the text of trajectories that end from now on, for the
+            trajectory files; else few are stored, and the driver makes it of these.
+    """
 
     run: int
     tasks: tuple[GivenTask, ...]
+    text: bool
 
 
 @dataclass(frozen=True, slots=True)

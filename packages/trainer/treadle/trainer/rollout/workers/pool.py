@@ -27,7 +27,14 @@ import logging
 import math
 import secrets
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Sequence,
+)
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,6 +187,7 @@ class LoopWorkers:
         self._num_lost = self._num_restarted = 0  # both since `take_metrics`
         self._closing = False
         self._weights = Weights(0)
+        self._wants_text: Callable[[], bool] = lambda: config.run.trajectories_max_bytes > 0
 
     async def start(self, router: str) -> None:
         """Starts all workers at once.
@@ -193,7 +201,6 @@ class LoopWorkers:
         # Loads Arrow, which is not needed to read what a run is to be.
         from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 
-        kept = self._config.run.trajectories_max_bytes > 0
         self._setup = Setup(
             config=self._config,
             router=router,
@@ -201,7 +208,7 @@ class LoopWorkers:
             requirements=self._requirements,
             loops=self._loops,
             images=self._images,
-            response_characters=SNIPPET_CHARACTERS if kept else None,
+            response_characters=SNIPPET_CHARACTERS,
             directory=Path.cwd(),
         )
         names = [f"worker-{number}" for number in range(self._config.agent.num_workers)]
@@ -227,6 +234,15 @@ class LoopWorkers:
     def follow(self, servers: "ServerPool") -> None:
         """Keeps the workers from weights that are older than the pool's, from now on."""
         servers.on_change(lambda routes: self._require(Weights(routes.weight_version)))
+
+    def make_text_while(self, wanted: Callable[[], bool]) -> None:
+        """Lets workers make the text of trajectories, for their files, only while it is wanted.
+
+        Args:
+            wanted: Asked whenever tasks are given; without it, the text is made if the run has
+                trajectory files.
+        """
+        self._wants_text = wanted
 
     def _require(self, weights: Weights) -> None:
         if weights != self._weights:
@@ -374,7 +390,7 @@ class LoopWorkers:
         """Sends what was given in this turn of the event loop, a message for each worker."""
         outbox, self._outbox, self._flush_due = self._outbox, {}, False
         for (worker, run), tasks in outbox.items():
-            worker.send(Give(run, tuple(tasks)))
+            worker.send(Give(run, tuple(tasks), self._wants_text()))
 
     def _take(self, worker: LoopWorker, message: FromWorker) -> None:
         if isinstance(message, Asks | Ended | RunFailed):

@@ -269,6 +269,21 @@ async def _start(tmp_path: Path) -> Any:
         await workers.__aexit__()
 
 
+async def test_workers_are_told_with_their_next_tasks_that_no_text_is_wanted_any_more(
+    start: Start,
+) -> None:
+    harness = await start(1)
+    [worker] = harness.machine.programs
+    harness.workers.make_text_while(lambda: not harness.ended)
+    running = harness.run(2, max_in_flight=1)
+    await worker.asks(1)
+    for wanted in (True, False):
+        assert (await worker.next(Give)).text is wanted
+        worker.end_all()
+    await running
+    assert len(harness.ended) == 2
+
+
 async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(start: Start) -> None:
     harness = await start(2)
     first, second = harness.machine.programs

@@ -173,6 +173,7 @@ class _Worker:
     def __init__(self) -> None:
         self.ended = asyncio.Event()
         self.refused = False
+        self._makes_text = True
         self._link: Link | None = None
         self._living: asyncio.Task[None] | None = None
         self._runs: dict[int, tuple[_Tasks, asyncio.Task[None]]] = {}
@@ -204,6 +205,7 @@ class _Worker:
                 )
                 self._runs[message.run] = tasks, running
             case Give():
+                self._makes_text = message.text
                 if (open_run := self._runs.get(message.run)) is not None:
                     open_run[0].give(message.tasks)
             case Bound():
@@ -297,8 +299,8 @@ class _Worker:
             )
 
     def _text(self, trajectory: Trajectory) -> StoredText | None:
-        """Returns what the trajectory files say of a trajectory, if they get it."""
-        if self._response_characters is None:
+        """Returns what the trajectory files say of a trajectory, while they get all."""
+        if not self._makes_text:
             return None
         return stored_text(
             trajectory,
