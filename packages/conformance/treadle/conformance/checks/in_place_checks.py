@@ -48,6 +48,13 @@ class CheckInPlace(Checks):
                 pytest.skip("the server takes no updates in place")
             yield server
 
+    async def test_it_is_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.in_place_update:
+                pytest.skip("the server takes updates in place")
+            _, found = await server.refused_begin(**_DRAIN)
+        assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
     async def test_nothing_is_sampled_after_one_without_commit(self) -> None:
         async with self.capable() as server:
             update_id, _ = await server.begin(**_DRAIN)
