@@ -1,4 +1,4 @@
-"""The table of repeated calls in docs/protocol.md is what a server answers.
+"""The tables of states and of repeated calls in docs/protocol.md are what a server answers.
 
 The real servicer in front of a fake engine whose loads end when the machine says so; the model
 keeps only the row that each update is in, and looks every answer up in the page.
@@ -7,7 +7,8 @@ keeps only the row that each update is in, and looks every answer up in the page
 import asyncio
 import re
 import zlib
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,19 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engine import ElementType, ModelInfo, NamedTensor, TensorSpec
+from treadle.rollout_server.engine import (
+    ElementType,
+    EngineRequest,
+    InFlightPolicy,
+    ModelInfo,
+    NamedTensor,
+    Sampling,
+    TensorSpec,
+)
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import CapabilityMissing, RolloutServerError
 from treadle.rollout_server.replica import Replica
+from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.services.errors import reason_name
 from treadle.rollout_server.services.push_message import PushedChunk
 from treadle.rollout_server.services.weight_sync import WeightSyncServicer
@@ -39,15 +49,16 @@ REFUSED = "was refused by its engine, in place"
 LIVE = (LACKS, WHOLE, COMMITTING)
 
 
-def read_table() -> dict[str, dict[str, str]]:
-    """Returns the table of the page as state -> call -> answer."""
-    section = PAGE.read_text().partition("### A call that comes again")[2].partition("\n### ")[0]
+def read_table(heading: str) -> dict[str, dict[str, str]]:
+    """Returns the table below a heading of the page as state -> call -> answer."""
+    section = PAGE.read_text().partition(f"## {heading}\n")[2].partition("\n##")[0]
     rows = [line.strip("|").split("|") for line in re.findall(r"^\|.*\|$", section, re.MULTILINE)]
     cells = [[cell.strip().replace("`", "") for cell in row] for row in rows]
     return {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[2:]}
 
 
-TABLE = read_table()
+TABLE = read_table("A call that comes again")
+STATES = read_table("States")
 
 
 class Engine(FakeEngine):
@@ -57,6 +68,7 @@ class Engine(FakeEngine):
         model = ModelInfo(architecture="fake", vocab_size=8, context_length=8)
         super().__init__(model=model, parameters=TENSORS, clock=clock)
         self.may_end = asyncio.Event()
+        self.breaks = asyncio.Event()
         self.refuses = False
 
     async def load_weights(
@@ -66,6 +78,10 @@ class Engine(FakeEngine):
         await self.may_end.wait()
         if self.refuses:
             raise CapabilityMissing("fake", "float32")
+
+    async def wait_failed(self) -> Exception:
+        await self.breaks.wait()
+        return RuntimeError("the device is lost")
 
 
 class Calls(RuleBasedStateMachine):
@@ -286,6 +302,74 @@ def test_each_answer_of_the_table(row: str, call: str) -> None:
     assert calls.rows[update_id] == row
     getattr(calls, call)(*((update_id, 0) if call == "push" else (update_id,)))
     calls.teardown()
+
+
+async def fail(calls: Calls) -> None:
+    calls.engine.breaks.set()
+
+
+async def stop(calls: Calls) -> None:
+    calls.replica.stop()
+
+
+async def load(calls: Calls) -> None:
+    await calls.replica.aclose()
+    calls.replica = Replica(ServerConfig(), calls.clock)
+    calls.service = WeightSyncServicer(calls.replica)
+
+
+STATE_OF: dict[str, Callable[[Calls], object]] = {
+    "LOADING, at the start": lambda calls: calls.run(load(calls)),
+    "LOADING, after an update [in place](#in-place) without Commit": lambda calls: calls.reach(
+        "in place", ABORTED
+    ),
+    "SERVING": lambda calls: None,
+    "PAUSED": lambda calls: calls.run(calls.replica.pause(InFlightPolicy.DRAIN)),
+    "UPDATING, staged": lambda calls: calls.reach("u", COMMITTING),
+    "UPDATING, in place": lambda calls: calls.reach("in place", LACKS),
+    "FAILED": lambda calls: calls.run(fail(calls)),
+    "STOPPING": lambda calls: calls.run(stop(calls)),
+}
+"""State of the page -> brings the server into it."""
+
+
+async def sample(calls: Calls) -> None:
+    request = EngineRequest(request_id="r", prompt=(1,), sampling=Sampling(max_tokens=1))
+    async with aclosing(calls.replica.generate(request)) as events:
+        await anext(events)
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("call", ["Generate", "Pause", "Resume", "BeginUpdate"])
+def test_each_answer_of_the_states(state: str, call: str) -> None:
+    calls = Calls()
+    STATE_OF[state](calls)
+    assert state.startswith(calls.replica.state.name)
+    makes: dict[str, Callable[[], Coroutine[Any, Any, Any]]] = {
+        "Generate": lambda: sample(calls),
+        "Pause": lambda: calls.replica.pause(InFlightPolicy.DRAIN),
+        "Resume": lambda: calls.replica.resume(),
+        "BeginUpdate": lambda: calls.service.BeginUpdate(_announcement("v"), None),  # type: ignore[arg-type]
+    }
+
+    async def begin() -> asyncio.Task[Any]:
+        return asyncio.create_task(makes[call]())
+
+    task, expected = calls.run(begin()), STATES[state][call]
+    assert task.done() == (expected not in ("queues", "waits"))
+    if expected.isupper():
+        error = task.exception()
+        assert isinstance(error, RolloutServerError)
+        assert reason_name(error) == expected
+    elif task.done():
+        task.result()
+    task.cancel()
+    calls.teardown()
+
+
+def test_the_states_are_those_of_a_server() -> None:
+    assert set(STATES) == set(STATE_OF)
+    assert {state.partition(",")[0] for state in STATES} == {state.name for state in ServerState}
 
 
 def test_the_table_names_every_state() -> None:
