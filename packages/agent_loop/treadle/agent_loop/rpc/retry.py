@@ -38,7 +38,8 @@ class RetryPolicy:
             raise ValueError(f"max_failures is {self.max_failures}; it must be at least 1")
         if not 0 < self.initial_s <= self.max_s:
             raise ValueError(
-                f"initial_s is {self.initial_s} and max_s {self.max_s}; 0 < initial_s <= max_s"
+                f"initial_s is {self.initial_s} and max_s {self.max_s}; "
+                "they must satisfy 0 < initial_s <= max_s"
             )
 
     def wait_s(

@@ -59,12 +59,12 @@ class Admission:
 
     @property
     def in_flight(self) -> int:
-        """Tickets that run."""
+        """Number of tickets that run."""
         return len(self._running)
 
     @property
     def queued(self) -> int:
-        """Tickets that wait."""
+        """Number of tickets that wait."""
         return len(self._waiting)
 
     @property
