@@ -72,8 +72,8 @@ def test_a_typed_parameter_says_what_it_is(kind: str, text: str, value: object) 
 @pytest.mark.parametrize(
     ("kind", "text", "reason"),
     [
-        ("false", "x", "has string=\"false\", and 'x' is no number, true, false or null"),
-        ("false", "1 2", "and '1 2' is no number"),
+        ("false", "x", "has string=\"false\", and 'x' is not a number, true, false or null"),
+        ("false", "1 2", "and '1 2' is not a number"),
         ("maybe", "x", 'name="NAME" string="true|false"> or'),
     ],
 )

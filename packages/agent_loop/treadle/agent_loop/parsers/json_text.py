@@ -82,8 +82,8 @@ def read_value(text: str) -> object:
         stop = -1
     if stop != len(bare):
         raise CallError(
-            f"{bare[:40]!r} is no number, true, false or null, nor a list or an object whose texts "
-            "are in double quotes"
+            f"{bare[:40]!r} is not a number, true, false or null, nor a list or an object whose "
+            "strings are in double quotes"
         )
     return value
 

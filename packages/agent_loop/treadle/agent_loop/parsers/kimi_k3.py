@@ -94,7 +94,7 @@ def _read_arguments(scan: Scan, place: int) -> tuple[dict[str, object], int]:
         text = scan.text[begin:end]
         given = {_unescaped(head[1]): _value(text, head[2])} if head else _value(text, "object")
         if not isinstance(given, dict) or given.keys() & arguments.keys():
-            raise CallError("an argument is given twice, or all of them together are no object")
+            raise CallError("an argument is given twice, or all of them together are not an object")
         arguments.update(given)
         place = end + len(close)
     return arguments, stop

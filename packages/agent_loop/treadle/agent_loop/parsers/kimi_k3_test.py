@@ -32,8 +32,8 @@ def test_arguments_may_be_one_block_of_json() -> None:
     [
         (f"<|open|>call f<|sep|>{END}", "the call must begin with", None),
         (f"{HEAD}x{END}", "expected <|open|>argument ", "f"),
-        (f"{HEAD}{argument('number', 'x')}{END}", "'x' is no number, true", "f"),
-        (f"{HEAD}{argument('number', '1 2')}{END}", "'1 2' is no number", "f"),
+        (f"{HEAD}{argument('number', 'x')}{END}", "'x' is not a number, true", "f"),
+        (f"{HEAD}{argument('number', '1 2')}{END}", "'1 2' is not a number", "f"),
         (f"{HEAD}{argument('number', '1') * 2}{END}", "given twice", "f"),
         (f'{HEAD}<|open|>argument key="a" type="string"<|sep|>x{END}', "is not closed by", "f"),
         (HEAD, "the call is not closed by <|close|>call<|sep|>", "f"),
