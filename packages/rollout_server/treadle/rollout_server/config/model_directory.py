@@ -29,7 +29,7 @@ def model_directory(path: Path) -> Path:
             the Hugging Face Hub, which is downloaded into the Hub's cache. An existing path wins.
 
     Raises:
-        ModelPathError: There is no such model, or it cannot be had.
+        ModelPathError: There is no such model, or it cannot be fetched.
     """
     if path.exists():
         return _in_run(path)
@@ -112,8 +112,8 @@ def _from_hub(model_id: str) -> Path:
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
     except ImportError:
         raise ModelPathError(
-            f"model.path={model_id} is no directory here, and models of the Hugging Face Hub need "
-            "huggingface_hub, which every engine but the fake one installs"
+            f"model.path={model_id} is not a directory here, and models of the Hugging Face Hub "
+            "need huggingface_hub, which every engine but the fake one installs"
         ) from None
     repo, _, revision = model_id.partition("@")
     try:
@@ -125,7 +125,8 @@ def _from_hub(model_id: str) -> Path:
     except (HfHubHTTPError, OSError) as error:
         cause = str(error).partition("\n")[0]
     raise ModelPathError(
-        f"model.path={model_id} is no directory here and cannot be had from the Hugging Face Hub: "
-        f"{cause}. Where there is a connection, run `hf download {repo} --local-dir DIRECTORY`; "
+        f"model.path={model_id} is not a directory here and cannot be fetched from the Hugging "
+        f"Face Hub: {cause}. Where there is a connection, run "
+        f"`hf download {repo} --local-dir DIRECTORY`; "
         "then set --model.path DIRECTORY"
     )
