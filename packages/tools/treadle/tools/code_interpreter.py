@@ -378,7 +378,7 @@ def _text(arguments: Mapping[str, object], name: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ToolFailure(f"The argument {name!r} is no valid Unicode: {error}.") from None
+        raise ToolFailure(f"The argument {name!r} is not valid Unicode: {error}.") from None
     return value
 
 

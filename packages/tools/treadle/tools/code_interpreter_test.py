@@ -140,7 +140,7 @@ async def test_the_program_is_run_with_the_settings(sandbox: RecordingSandbox) -
         ({}, "takes the argument 'code'; given: none"),
         ({"cod": "x"}, "takes the argument 'code'; given: 'cod'"),
         ({"code": 3}, "'code' must be a string, not 3"),
-        ({"code": "print('\ud800')"}, "'code' is no valid Unicode: .*surrogates not allowed"),
+        ({"code": "print('\ud800')"}, "'code' is not valid Unicode: .*surrogates not allowed"),
         ({"code": "", "language": 3}, "'language' must be a string"),
         ({"code": "", "timeout": 0}, "above 0 and at most 30, not 0"),
         ({"code": "", "timeout": 31}, "above 0 and at most 30, not 31"),

@@ -366,7 +366,7 @@ async def test_the_key_comes_from_the_environment(
         ({"criteria": [{**_CRITERION, "verdicts": {"**": 1, "no": 0}}]}, "'**' has no letter"),
         ({"criteria": [{**_CRITERION, "verdicts": {": a": 1, "b": 0}}]}, "': a' could not be read"),
         ({"criteria": [_CRITERION, _CRITERION]}, "two criteria have one name"),
-        ({"accuracy": "correct_"}, "'correct_' is no criterion, did you mean 'correct'"),
+        ({"accuracy": "correct_"}, "'correct_' is not a criterion, did you mean 'correct'"),
         ({"max_attempts": 0}, "max_attempts must be a whole number of at least 1, got 0"),
         ({"timeout_s": float("nan")}, "timeout_s must be a number"),
         ({"model": {"base_url": "http://x"}}, "model: name missing"),

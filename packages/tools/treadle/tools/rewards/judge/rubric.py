@@ -147,7 +147,7 @@ def read_rubric(path: Path) -> Rubric:
     accuracy = _optional_string(fields, "accuracy", where)
     if accuracy is not None and accuracy not in names:
         raise SetupError(
-            f"{where}: accuracy {accuracy!r} is no criterion{did_you_mean(accuracy, names)}; "
+            f"{where}: accuracy {accuracy!r} is not a criterion{did_you_mean(accuracy, names)}; "
             f"criteria are: {', '.join(names)}"
         )
     cache = _optional_string(fields, "cache", where)
