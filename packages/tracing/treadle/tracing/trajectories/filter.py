@@ -225,4 +225,4 @@ def _no_condition(rest: str) -> FilterError:
         cause = 'a quoted value ends with ", and \\" and \\\\ stand for " and \\ in it'
     else:
         cause = "write a column, one of = != < <= > >= ~ !~, and a value"
-    return FilterError(f'{word!r} is no condition: {cause}, as reward<0.5 or text~"not found"')
+    return FilterError(f'{word!r} is not a condition: {cause}, as reward<0.5 or text~"not found"')

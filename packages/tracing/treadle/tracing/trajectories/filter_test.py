@@ -46,11 +46,11 @@ def test_values_are_parameters() -> None:
         ("reward<", "reward<: the value is missing; only = and != may have none"),
         ("reward<high", "reward<high: 'high' is not a finite number"),
         ("step=nan", "step=nan: 'nan' is not a finite number"),
-        ("failed", "'failed' is no condition: write a column, one of = != <"),
-        ("step=1 and", "'and' is no condition"),
-        ('text~"open', "'text~\"open' is no condition: a quoted value ends with"),
-        ('text~"a\\b"', "is no condition: a quoted value ends with"),
-        ('text~a"b', "is no condition: a quoted value ends with"),
+        ("failed", "'failed' is not a condition: write a column, one of = != <"),
+        ("step=1 and", "'and' is not a condition"),
+        ('text~"open', "'text~\"open' is not a condition: a quoted value ends with"),
+        ('text~"a\\b"', "is not a condition: a quoted value ends with"),
+        ('text~a"b', "is not a condition: a quoted value ends with"),
     ],
 )
 def test_an_error_names_the_condition_and_the_fix(text: str, says: str) -> None:

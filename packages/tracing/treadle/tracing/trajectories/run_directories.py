@@ -28,7 +28,9 @@ def name_runs(directories: Sequence[Path]) -> Mapping[Path, str]:
     resolved = [directory.resolve() for directory in directories]
     for path, directory in zip(resolved, directories, strict=True):
         if not path.is_dir():
-            raise NotARunError(f"{directory} is no directory: name a run's directory, its run.dir")
+            raise NotARunError(
+                f"{directory} is not a directory: name a run's directory, its run.dir"
+            )
         if not any((path / name).exists() for name in (METRICS, STATUS, CONFIG, DIRECTORY)):
             raise NotARunError(
                 f"{directory} is not a run directory: {METRICS}, {STATUS}, {CONFIG} and "
