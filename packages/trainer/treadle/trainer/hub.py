@@ -1,7 +1,7 @@
 """The Hugging Face Hub: models and data files by their id, through huggingface_hub and its cache.
 
 Invariant: a file is downloaded once per machine; HF_TOKEN, HF_HUB_OFFLINE and HF_HOME have their
-usual meaning. What cannot be had is a `HubError` that names the id, the cause and the fix.
+usual meaning. What cannot be fetched is a `HubError` that names the id, the cause and the fix.
 """
 
 import fnmatch
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 class HubError(SetupError):
-    """Something cannot be had from the Hub; the message says what to do."""
+    """Something cannot be fetched from the Hub; the message says what to do."""
 
 
 def is_model_id(text: str) -> bool:
@@ -58,7 +58,7 @@ def download_model(model_id: str, *, weights: bool = True, setting: str = "model
         setting: Names the model, for messages.
 
     Raises:
-        HubError: It cannot be had.
+        HubError: It cannot be fetched.
     """
     from huggingface_hub import snapshot_download
 
@@ -81,7 +81,7 @@ def download_data(uri: Path | str) -> list[Path]:
         At least one file, by name.
 
     Raises:
-        HubError: The URI is malformed, or a file cannot be had.
+        HubError: The URI is malformed, or a file cannot be fetched.
     """
     match = _DATA_URI.fullmatch(str(uri))
     if match is None:
@@ -150,7 +150,7 @@ def push_model(directory: Path, repo: str) -> str:
 
 
 def _have(what: str, command: str, get: Callable[[], T]) -> T:
-    """Calls `get`; says in one sentence why something cannot be had."""
+    """Calls `get`; says in one sentence why something cannot be fetched."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -176,7 +176,7 @@ def _have(what: str, command: str, get: Callable[[], T]) -> T:
         cause = "the repository has no such file"
     except (_http_error(), OSError) as error:
         cause = str(error).partition("\n")[0]
-    raise HubError(f"{what} cannot be had from the Hugging Face Hub: {cause}") from None
+    raise HubError(f"{what} cannot be fetched from the Hugging Face Hub: {cause}") from None
 
 
 def _http_error() -> type[Exception]:

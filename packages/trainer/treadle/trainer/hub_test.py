@@ -170,7 +170,7 @@ def test_rows_are_read_from_the_hub(hub: Path) -> None:
     ],
 )
 def test_a_model_that_cannot_be_had_says_why(hub: Path, model_id: str, text: str) -> None:
-    with pytest.raises(HubError, match=rf"model\.path={model_id} cannot be had .*: {text}"):
+    with pytest.raises(HubError, match=rf"model\.path={model_id} cannot be fetched .*: {text}"):
         download_model(model_id)
 
 
@@ -221,5 +221,5 @@ def test_a_hub_that_cannot_be_reached_says_so(hub: Path, monkeypatch: pytest.Mon
         monkeypatch.setenv("HF_TOKEN", "hf_test")
         with pytest.raises(HubError, match=r"cannot be pushed to acme/mine: .*`hf upload"):
             push_model(hub, "acme/mine")
-        with pytest.raises(HubError, match=r"hf://datasets/acme/sums/data/.*cannot be had"):
+        with pytest.raises(HubError, match=r"hf://datasets/acme/sums/data/.*cannot be fetched"):
             download_data("hf://datasets/acme/sums/data/*.jsonl")

@@ -58,7 +58,7 @@ def resolve_model(source: Path | str, *, weights: bool = True, setting: str = "m
         setting: Names the model, for messages.
 
     Raises:
-        SetupError: There is no model, or it cannot be had.
+        SetupError: There is no model, or it cannot be fetched.
     """
     path = Path(source).expanduser()
     if path.is_dir():

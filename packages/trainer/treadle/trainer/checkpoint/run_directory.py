@@ -431,12 +431,12 @@ def _open(
         raise DamageError(f"{_STATE} holds no step and metrics")
     for name, value in metrics.items():
         if not _is_number(value):
-            raise DamageError(f"{_STATE} is damaged: its metric {name[:40]!r} is no number")
+            raise DamageError(f"{_STATE} is damaged: its metric {name[:40]!r} is not a number")
     if _name(step) != directory.name:
         raise DamageError(f"{_STATE} is of step {step}")
     groups = state.get("groups")
     if groups is not None and not _are_groups(groups):
-        raise DamageError(f"{_STATE} is damaged: its groups are no numbers")
+        raise DamageError(f"{_STATE} is damaged: its groups are not numbers")
     return Checkpoint(
         step=step,
         policy_directory=directory / POLICY,

@@ -52,7 +52,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     ("names", "said"),
     [
         (["empty"], "empty is not a run directory: metrics.jsonl, status.json"),
-        (["absent"], "absent is no directory"),
+        (["absent"], "absent is not a directory"),
         (["run", "run"], "is named twice"),
     ],
 )

@@ -279,7 +279,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str | int | float | bool | None):
-                raise ConfigError(f"line {line}: the key {key!r:.80} is no name")
+                raise ConfigError(f"line {line}: the key {key!r:.80} is not a name")
             if key in seen:
                 raise ConfigError(f"line {line}: the key {key!r} appears twice; keep one")
             seen.add(key)

@@ -329,7 +329,7 @@ def _correction_rejection(_: Any, verl: Verl) -> Mapping[str, Any]:
             reject[f"algorithm.correction.reject.{ours}"] = [1.0 / above, 1.0 / below]
         except (ValueError, ZeroDivisionError):
             raise ConfigError(
-                f"rollout_rs_threshold={given}: {text!r} is no threshold of {name}"
+                f"rollout_rs_threshold={given}: {text!r} is not a threshold of {name}"
             ) from None
     return reject
 

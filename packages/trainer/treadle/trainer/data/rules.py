@@ -145,7 +145,7 @@ class _ResolvedLoops:
         self._errors: dict[str, SetupError | None] = {}
 
     def error(self, name: str) -> SetupError | None:
-        """Returns why the loop cannot be had, None if it can."""
+        """Returns why the loop cannot be made, None if it can."""
         if name not in self._errors:
             self._errors[name] = None
             try:

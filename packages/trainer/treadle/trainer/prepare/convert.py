@@ -50,7 +50,7 @@ def convert(
         limit: Maximum number of rows of each file; None: all.
 
     Raises:
-        DataError: A file cannot be had, or a row has another form.
+        DataError: A file cannot be fetched, or a row has another form.
         SeveralProblems: Rows have several forms that are wrong.
         OSError: A file cannot be written.
     """

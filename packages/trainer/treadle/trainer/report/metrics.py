@@ -177,4 +177,6 @@ def _number(path: Path, step: int, name: str, value: object) -> float:
             return float(value)
     except OverflowError:
         pass
-    raise ValueError(f"{path} is damaged: {name!r:.80} of step {step} is no number: {value!r:.80}")
+    raise ValueError(
+        f"{path} is damaged: {name!r:.80} of step {step} is not a number: {value!r:.80}"
+    )

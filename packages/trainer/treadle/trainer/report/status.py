@@ -129,12 +129,12 @@ def read_status(run_dir: Path) -> Status:
             raise ValueError(f"there is no such state: {state!r:.80}")
         step, step_s, ends_at = map(values.get, ("step", "step_s", "ends_at"))
         if not isinstance(step, int | None) or not isinstance(step_s, float | None):
-            raise ValueError(f"step {step!r:.80} of {step_s!r:.80} s is no step")
+            raise ValueError(f"step {step!r:.80} of {step_s!r:.80} s is not a step")
         if ends_at is not None:
             datetime.fromisoformat(ends_at)
         busy = values.get("busy")
         if busy is not None and not all(isinstance(share, float) for share in busy.values()):
-            raise ValueError(f"these are no shares: {busy!r:.80}")
+            raise ValueError(f"these are not shares: {busy!r:.80}")
         status = Status(
             state=state, error=problem, step=step, step_s=step_s, ends_at=ends_at, busy=busy
         )

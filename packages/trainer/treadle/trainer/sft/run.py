@@ -75,7 +75,7 @@ async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
-        SetupError: The model's weights cannot be had.
+        SetupError: The model's weights cannot be fetched.
         RunDirectoryError: The directory is in use, holds another run, or cannot be written.
         PolicyError: A policy rank failed, or an update left a policy that is not finite.
         ProcessError: A policy rank did not start.

@@ -52,7 +52,7 @@ async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summar
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
-        SetupError: The model's weights cannot be had.
+        SetupError: The model's weights cannot be fetched.
         RunDirectoryError: The directory is in use, holds another run, or cannot be written.
         Exception: See `run_schedule` and `build_context`.
     """

@@ -132,7 +132,7 @@ def read_list(run_dir: Path) -> tuple[float, Sequence[Mapping[str, Any]]]:
 def _existing(run_dir: Path) -> Path:
     directory = run_dir / _DIRECTORY
     if not run_dir.is_dir():
-        raise ControlError(f"--run-dir {run_dir} is no directory: name the run.dir of a run")
+        raise ControlError(f"--run-dir {run_dir} is not a directory: name the run.dir of a run")
     if not (directory / _LIST).exists():
         raise ControlError(
             f"--run-dir {run_dir} has no servers now: no run writes there, it has not connected "

@@ -84,4 +84,4 @@ def test_a_run_that_does_not_run_is_named(
     assert main([*arguments, f"--run-dir={tmp_path}"]) == 2
     assert said in capsys.readouterr().err
     assert main([*arguments, "--run-dir=/nowhere"]) == 2
-    assert "--run-dir /nowhere is no directory" in capsys.readouterr().err
+    assert "--run-dir /nowhere is not a directory" in capsys.readouterr().err

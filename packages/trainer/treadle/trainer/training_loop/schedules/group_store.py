@@ -201,7 +201,7 @@ class _Unpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type):
                 return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no class of treadle")
+        raise pickle.UnpicklingError(f"{module}.{name} is not a class of treadle")
 
 
 def _newest(ended: Waiting) -> int:
