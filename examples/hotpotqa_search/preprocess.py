@@ -86,7 +86,7 @@ def read(
         limit: How many questions are read. None: all.
 
     Raises:
-        DataError: A file cannot be had, or is not a list of questions with paragraphs.
+        DataError: A file cannot be fetched, or is not a list of questions with paragraphs.
         OSError: The authors' file cannot be read.
     """
     corpus: dict[str, str] = {}
