@@ -7,7 +7,7 @@ others start in their place. A step trains on 48 trajectories per server, and 98
 per server. Then the costs of the driver's pool over real gRPC and of loop workers are measured
 (`cluster_limits`), and what the runs take of each process is computed from them.
 
-A line for each size and schedule has: trajectories per hour; sequences that run over the places of
+A line for each size and schedule has: trajectories per hour; sequences that run over the slots of
 all servers (utilisation); the share of the servers' time in which nothing runs (idle; a server that
 died runs nothing until another is there), and of the policy's in which it waits; the staleness of
 groups; servers that died, and those that serve in their place, with the weights of the moment;
@@ -40,7 +40,7 @@ from schedule_sim import SCHEDULES, Run, Training, run_training
 from treadle.agent_loop import StickySession
 
 PER_STEP, PER_SERVER = 48, 98
-"""Trajectories per server: of a step, and in flight. 98 would fill the places of a server."""
+"""Trajectories per server: of a step, and in flight. 98 would fill the slots of a server."""
 SYNC_S, START_S = 2.0, 60.0
 """Seconds that weights travel, and until a server that was started serves."""
 

@@ -4,7 +4,7 @@ Sessions (`routing_trace`) are replayed against engines with the fake engine's c
 (`routing_sim`) under the published rules of others (`routing_policies`) and under ours: the
 `StickySession` that clients and the routing service use. No clock and no machine has a part in it.
 
-The engines are fake engines as they are by default: 64 places, a cache of 2**20 tokens. Decoding
+The engines are fake engines as they are by default: 64 slots, a cache of 2**20 tokens. Decoding
 takes 20 ms a token. Prefill is 20 times as fast, so that a turn of this trace whose whole prompt
 has to be computed takes about 4 times as long as one whose prefix is cached: what was reported of
 a real fleet whose hit rate fell from 98 to 5 % (generation four times slower).
@@ -81,7 +81,7 @@ class Ours:
         """Its load is sessions, not requests."""
 
     def finish(self, session: Session) -> None:
-        """Frees the place."""
+        """Frees the slot."""
         self._router.finish(str(session.index))
 
 

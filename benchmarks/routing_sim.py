@@ -1,7 +1,7 @@
 """The replay: sessions against fake engines in simulated time.
 
 The engine's cost model is the fake engine's (`engines/fake/engine.py`), computed
-instead of waited for: a place for each of at most `max_running` sequences, first come first served;
+instead of waited for: a slot for each of at most `max_running` sequences, first come first served;
 `prefill_s_per_token` for each prompt token that is not cached and `decode_s_per_token` for each
 sampled one, however many run; a prefix cache of `cache_tokens`, least recently used first.
 `routing_sim_test.py` holds the two equal. Where the fake forgets whole blocks from the front of a
@@ -82,7 +82,7 @@ class Policy(Protocol):
     """Chooses engines. Knows what a router knows: sessions and the calls it sees."""
 
     def pick(self, request: Request) -> int | None:
-        """Returns the engine for a request that is sent now; None: it waits for a place.
+        """Returns the engine for a request that is sent now; None: it waits for a slot.
 
         Waiting sessions are asked again, in the order of the sessions, when a session has ended.
         """
@@ -107,7 +107,7 @@ class Replay:
         hit_rate: Cached prompt tokens over all prompt tokens that an earlier turn had.
         imbalance: Requests at the fullest engine over the mean of all, averaged over the time
             until 90 % of the sessions had ended.
-        utilisation: Sequences that run over the places of all engines, averaged over that time.
+        utilisation: Sequences that run over the slots of all engines, averaged over that time.
         idle: Share of that time in which an engine ran nothing, averaged over the engines.
         num_moves: Turns that went to another engine than the session's turn before.
         hit_tokens: Cached prompt tokens, of all turns but the first.

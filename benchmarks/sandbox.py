@@ -3,7 +3,7 @@
 Both sides run the same programs with as many at one time, in turns, so that a noisy machine hits
 both. `plain` starts the server's interpreter without any isolation: no sandbox that starts an
 interpreter per program can be faster. `burst` is many callers at once through the whole path (tool,
-HTTP, server, bubblewrap): the time of a call is then mostly waiting for a place. `warm` is one
+HTTP, server, bubblewrap): the time of a call is then mostly waiting for a slot. `warm` is one
 caller who pauses, with numpy and sympy imported before and not.
 
     python benchmarks/sandbox.py [--calls 1000] [--rounds 3] [--warm_calls 20] [--out results.json]
