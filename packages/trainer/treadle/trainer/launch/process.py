@@ -38,7 +38,7 @@ __all__ = [
 
 
 class ProcessError(RuntimeError):
-    """A process did not start, or ended by itself; the message names it and ends with its log."""
+    """A process did not start, or exited; the message names it and ends with its log."""
 
 
 class LostProcessError(ProcessError):

@@ -51,7 +51,7 @@ def accept_driver(
     """
     context = None if tls is None else tls.server_context()
     found: queue.SimpleQueue[Connection[Any, Any]] = queue.SimpleQueue()
-    places = threading.BoundedSemaphore(_MAX_CALLERS)
+    slots = threading.BoundedSemaphore(_MAX_CALLERS)
 
     def authenticate(caller: "Connection[Any, Any]") -> None:
         try:
@@ -64,7 +64,7 @@ def accept_driver(
         else:
             found.put(caller)
         finally:
-            places.release()
+            slots.release()
 
     def accept() -> None:
         while True:
@@ -72,7 +72,7 @@ def accept_driver(
                 caller = listener.accept()
             except OSError:  # the listener was closed: the driver is here
                 return
-            if places.acquire(blocking=False):
+            if slots.acquire(blocking=False):
                 threading.Thread(target=authenticate, args=(caller,), daemon=True).start()
             else:
                 caller.close()
@@ -90,7 +90,7 @@ def connect_to_rank(
     given_up: threading.Event,
     tls: RunTls | None = None,
 ) -> "Connection[Any, Any]":
-    """Connects the driver to a rank; tries again while strangers hold all of its places.
+    """Connects the driver to a rank; tries again while strangers hold all of its slots.
 
     Args:
         host: Of the rank.

@@ -138,7 +138,7 @@ class PolicyOptimizer:
             yield from (value for value in state.values() if value.dim())
 
     def zero_grad(self) -> None:
-        """Forget the gradients of the last step."""
+        """Forgets the gradients of the last step."""
         self.megatron.zero_grad()
 
     def _start_adam(self) -> None:
