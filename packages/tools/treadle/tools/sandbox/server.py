@@ -142,7 +142,7 @@ class _Server(uvicorn.Server):
         yield
 
     def end(self) -> None:
-        """Answer what is under way, at most `_GRACE_S`, and end."""
+        """Answers what is under way, at most `_GRACE_S`, and ends."""
         self.should_exit = True
 
 
