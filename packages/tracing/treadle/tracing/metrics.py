@@ -35,7 +35,7 @@ class Metric(NamedTuple):
 
 
 def aggregate(trajectories: Iterable[Iterable[Metric]]) -> dict[str, float]:
-    """Combine the metrics of many trajectories into one flat mapping.
+    """Combines the metrics of many trajectories into one flat mapping.
 
     Args:
         trajectories: The metrics of each trajectory, in the order that `Reduce.LAST` refers to.

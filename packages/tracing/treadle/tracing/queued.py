@@ -102,7 +102,7 @@ class QueuedSink:
             return SinkReport(written=self._written, dropped=self._dropped, failed=self._failed)
 
     def record(self, span: FinishedSpan) -> None:
-        """Queue `span` for the writer, or drop it if the queue is full or the sink closed."""
+        """Queues `span` for the writer, or drops it if the queue is full or the sink closed."""
         with self._lock:
             if not self._closed and self._queue.qsize() < self._capacity:
                 self._accepted += 1

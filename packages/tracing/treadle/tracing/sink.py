@@ -38,7 +38,7 @@ class NullSink:
         return False
 
     def record(self, span: FinishedSpan) -> None:
-        """Throw `span` away."""
+        """Throws `span` away."""
 
 
 class MemorySink:
@@ -87,7 +87,7 @@ class Fanout:
 
 
 def record_safely(sink: TraceSink, finished: FinishedSpan) -> None:
-    """Hand `finished` to `sink`; a sink that raises is blamed in the log, once per class.
+    """Hands `finished` to `sink`; a sink that raises is blamed in the log, once per class.
 
     This is a border: sinks are written by others, and a broken one must not end a run or replace
     the exception that is on its way through the span.
