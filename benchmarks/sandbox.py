@@ -125,7 +125,7 @@ def _times(seconds: list[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure, print, and write."""
+    """Measures, prints and writes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3)
