@@ -8,8 +8,9 @@ from treadle.trainer.main import _COMMANDS, main
 
 
 def test_the_front_page_names_every_command_and_section(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
     page = capsys.readouterr().out
     assert set(COMMANDS) == set(_COMMANDS)
