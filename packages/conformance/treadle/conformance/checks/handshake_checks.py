@@ -2,6 +2,7 @@
 """The handshake of every client: GetServerInfo, health, reflection, deadlines and tokens."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from google.protobuf.message import Message
@@ -11,6 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from treadle.conformance.client.refusals import refusal
 from treadle.conformance.client.stubs import stubs_for
 from treadle.conformance.server_harness import CALL_S, Checks, ServerHarness
+from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 
@@ -107,6 +109,15 @@ class CheckHandshake(Checks):
             push = await refusal(server.stubs.weights.PushWeights([sync.PushWeightsRequest()]))
         for found in (generation, push):
             assert (found.code, found.reason) == ("INVALID_ARGUMENT", "DEADLINE_REQUIRED")
+
+    async def test_bytes_that_are_no_message_are_refused(self) -> None:
+        name = sync.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
+        async with self.connect() as server:
+            call: Any = server.channel.unary_unary(f"/{name}/GetUpdate")  # takes bytes
+            metadata = self.settings.target.metadata
+            found = await refusal(call(b"\xff", timeout=CALL_S, metadata=metadata))
+        assert (found.code, found.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+        assert found.detail(errors_pb2.InvalidField).field == "request"
 
 
 @pytest.mark.asyncio
