@@ -133,6 +133,10 @@ def test_3_the_place_of_what_is_refused_is_named(values: dict[str, Any], param: 
     assert str(error).startswith(f"{param}: ")
 
 
+def test_a_number_out_of_bounds_is_told_both_bounds() -> None:
+    assert "from 1 to 128, not 129" in str(refusal(n=129))
+
+
 @pytest.mark.parametrize(
     ("call", "place"),
     [

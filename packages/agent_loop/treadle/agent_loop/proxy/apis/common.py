@@ -250,7 +250,7 @@ def integer(given: Mapping[str, object], name: str, *, low: int, high: int) -> i
     if (value := given.get(name)) is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise bad_value(name, f"it must be a whole number of at least {low}, not {show(value)}")
+        raise bad_value(name, f"it must be a whole number from {low} to {high}, not {show(value)}")
     return value
 
 
