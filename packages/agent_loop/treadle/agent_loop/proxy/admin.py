@@ -226,7 +226,7 @@ def _read_task(data: dict[str, object]) -> AgentTask:
     given = {**known, **data}
     task_id, index, seed = given["task_id"], given["rollout_index"], given["seed"]
     if not isinstance(task_id, str) or not task_id:
-        raise bad_value("task_id", "it must be a string")
+        raise bad_value("task_id", "it must be a string, and not empty")
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise bad_value("rollout_index", "it must be a whole number of at least 0")
     if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or seed < 0):

@@ -159,7 +159,7 @@ def read_tool(
     name, description = value.get("name"), value.get("description") or ""
     parameters = value.get(schema)
     if not isinstance(name, str) or not name:
-        raise bad_value(f"{place}.name", "it must be a string")
+        raise bad_value(f"{place}.name", "it must be a string, and not empty")
     if strict and allowed.calls_enforced:
         allowed.calls.strict.add(name)
     if not isinstance(description, str):
