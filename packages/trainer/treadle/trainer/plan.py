@@ -210,6 +210,12 @@ def _every(steps: int | None) -> str:
 def make_plan(config: Config, *, num_train_rows: int, num_val_rows: int, cpus: int) -> Plan:
     """Returns the plan of a configuration.
 
+    Args:
+        config: The run's configuration.
+        num_train_rows: Number of training rows.
+        num_val_rows: Number of validation rows.
+        cpus: Number of CPUs of this machine.
+
     Raises:
         ConfigError: There are too few rows for one step, or too few trajectories for its updates.
     """

@@ -52,7 +52,11 @@ class DataOrder:
         return (step - 1) // self.steps_per_epoch
 
     def batch(self, step: int) -> tuple[int, ...]:
-        """Returns the [batch_size] distinct row indices of step `step`, counted from 1."""
+        """Returns the [batch_size] distinct row indices of a step.
+
+        Raises:
+            ValueError: The step is below 1.
+        """
         if step < 1:
             raise ValueError(f"steps are counted from 1, got {step}")
         order = _permutation(self.num_rows, self.seed, self.epoch(step), self.shuffle)

@@ -125,6 +125,21 @@ class PolicyGroup:
         start_deadline_s: float,
         critic: CriticConfig | None = None,
     ) -> None:
+        """Starts nothing yet.
+
+        Args:
+            launcher: Starts the ranks.
+            config: Of the policy.
+            model_path: Directory of the model that training starts from.
+            with_reference: Whether the ranks keep a reference.
+            reference_path: Directory of the reference; None: it is the model that training starts
+                from.
+            threads: Number of CPU threads of each rank.
+            gpus_per_rank: Number of GPUs that Ray reserves for each, where `devices` is empty.
+            devices: GPUs of each rank, by its number; empty: they are not assigned.
+            start_deadline_s: Maximum time for a rank to start, and then to be connected.
+            critic: Of the critic on the same ranks; None: there is none.
+        """
         self._launcher = launcher
         self._config = config
         self._model_path = model_path

@@ -232,6 +232,12 @@ class Rollout:
 
         Those of different rows come first: it may be the row that always fails.
 
+        Args:
+            source: What is down; see `failed_source`.
+            failed: Trajectories that failed because of it; at least one.
+            attempt: Runs tasks, and passes their trajectories to a sink.
+            keep: Takes the first trajectory that the source served.
+
         Returns:
             Whether it did within `agent.outage_s`.
         """

@@ -530,7 +530,14 @@ class TrainingContext:
 def group_tasks(
     config: Config, order: DataOrder, train: Sequence[Prompt], number: int
 ) -> Sequence[AgentTask]:
-    """Returns the tasks of a group: `samples_per_prompt` of its row, in the order of the data."""
+    """Returns the tasks of a group: `samples_per_prompt` of its row.
+
+    Args:
+        config: Of the run.
+        order: Which rows each batch has.
+        train: The training rows.
+        number: Of the group, from 0 in the order of the data.
+    """
     batch, place = number // order.batch_size + 1, number % order.batch_size
     row = train[order.batch(batch)[place]]
     samples, seed = config.rollout.samples_per_prompt, config.run.seed

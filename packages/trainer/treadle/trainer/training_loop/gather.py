@@ -153,7 +153,14 @@ def has_signal(group: Group, *, by: str) -> bool:
 def note_failures(
     context: TrainingContext, step: int, groups: Sequence[Group], *, num_lost: int
 ) -> None:
-    """Says how trajectories failed in groups that nothing is trained on."""
+    """Says how trajectories failed in groups that nothing is trained on.
+
+    Args:
+        context: Takes the note.
+        step: The note is about it.
+        groups: That are left out.
+        num_lost: Number of those that are left out because of failures.
+    """
     failed = [t for group in groups for t in group.trajectories if t.error is not None]
     if failed:
         text = (

@@ -102,6 +102,12 @@ def measure_reference(
     """Computes the KL of a batch against the reference, at the weights before its updates.
 
     Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
+
+    Args:
+        policy: This rank's part of it.
+        sequences: The batch.
+        algorithm: Says which estimate of the KL is taken, and what the update will need.
+        temperature: That of sampling.
     """
     ours: list[FloatArray] = []
     if algorithm.old_logprobs == "policy":
@@ -137,7 +143,15 @@ def run_critic_update(
     epochs: int,
     free_memory: bool = False,
 ) -> UpdateStats:
-    """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps."""
+    """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps.
+
+    Args:
+        critic: This rank's part of it.
+        sequences: The batch, with returns.
+        algorithm: Says how the batch is cut, and how the losses of tokens are added up.
+        epochs: Number of passes over the batch.
+        free_memory: Whether cached device memory is released at the end, for other processes.
+    """
     steps = tuple(
         critic.train_step(
             part,

@@ -56,7 +56,14 @@ class WeightSyncClient:
         commit_deadline_s: float,
         security: ChannelSecurity | None = None,
     ) -> None:
-        """Opens a channel; in plain text without `security`.
+        """Opens a channel without a call.
+
+        Args:
+            name: Of the server, for errors.
+            address: host:port.
+            control_deadline_s: Maximum time for a call that changes or tells the state.
+            commit_deadline_s: Maximum time for a call that waits for completions or for the engine.
+            security: How the server is reached; None: in plain text.
 
         Raises:
             SetupError: A token would be sent in plain text.

@@ -172,6 +172,12 @@ class PolicyState:
 def save(state: PolicyState, directory: Path, *, step: int, world: World) -> None:
     """Writes a checkpoint; collective.
 
+    Args:
+        state: Of the policy or the critic.
+        directory: Made by this call, on a file system that all ranks see.
+        step: Of the run.
+        world: The ranks.
+
     Raises:
         CheckpointError: `directory` exists, or some rank could not write; on every rank.
     """
