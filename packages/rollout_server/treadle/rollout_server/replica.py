@@ -139,6 +139,9 @@ class Replica:
 
         Calls that have not started are rejected: they can still go elsewhere. A pause that is
         cancelled while it waits leaves the server as it was.
+
+        Raises:
+            RolloutServerError: The state or an update does not allow it, or the engine failed.
         """
         self.updates.refuse_while_in_place("Pause")
         controller = self._controller
@@ -154,13 +157,18 @@ class Replica:
                 await controller.pause(engine, policy)
             except asyncio.CancelledError:
                 if before is ServerState.SERVING and self.state is ServerState.PAUSED:
-                    await controller.go_on()
+                    await controller.resume()
                 raise
             except Exception as error:
                 raise controller.fail(error) from error
 
     async def resume(self) -> None:
-        """Moves from PAUSED to SERVING. Does nothing when it serves."""
+        """Moves from PAUSED to SERVING. Does nothing when it serves.
+
+        Raises:
+            StateConflict: Memory is released, the weights are a mixture, or an update is in place.
+            RolloutServerError: The engine failed.
+        """
         self.updates.refuse_while_in_place("Resume")
         controller = self._controller
         async with controller.control:
@@ -170,10 +178,15 @@ class Replica:
                 kinds = ", ".join(sorted(kind.value for kind in controller.released))
                 raise StateConflict("Resume", f"without its {kinds}", "call RestoreMemory first")
             if self.state is ServerState.PAUSED:
-                await controller.go_on()
+                await controller.resume()
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Releases device memory; only while paused with nothing in flight."""
+        """Releases device memory; only while paused with nothing in flight.
+
+        Raises:
+            StateConflict: The server is not paused, or keeps sequences.
+            RolloutServerError: The engine cannot do it, or failed.
+        """
         self.updates.refuse_while_in_place("ReleaseMemory")
         async with self._controller.control:
             engine = self._memory_engine()
@@ -191,7 +204,11 @@ class Replica:
             self.time_use.released(True)
 
     async def restore_memory(self, kinds: frozenset[MemoryKind]) -> None:
-        """Takes device memory back."""
+        """Takes device memory back.
+
+        Raises:
+            RolloutServerError: The engine cannot do it, or failed.
+        """
         self.updates.refuse_while_in_place("RestoreMemory")
         async with self._controller.control:
             engine = self._memory_engine()

@@ -114,7 +114,7 @@ class EngineController:
         self._watch = asyncio.create_task(self._wait_failed(engine), name="engine failure")
         self.lifecycle.move(ServerState.SERVING)
 
-    async def go_on(self) -> None:
+    async def resume(self) -> None:
         """Resumes the engine and moves to SERVING."""
         engine = self.engine
         try:
@@ -180,7 +180,7 @@ class EngineController:
             self.lifecycle.move(ServerState.PAUSED)
             self.queue.reject_waiting(self.not_serving())
         else:
-            await self.go_on()
+            await self.resume()
 
     def fail(self, error: Exception) -> RolloutServerError:
         """Moves to FAILED, unless an engine may raise the error; returns what callers get."""

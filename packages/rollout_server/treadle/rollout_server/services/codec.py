@@ -190,14 +190,22 @@ def _decode_tagged(message: gen.TaggedText) -> TaggedText:
 
 
 def decode_in_flight(value: int, *, field: str = "in_flight") -> InFlightPolicy:
-    """Returns the policy, which must be set."""
+    """Returns the policy, which must be set.
+
+    Raises:
+        InvalidField: It is not.
+    """
     if value not in _IN_FLIGHT:
         raise InvalidField(field, value, "DRAIN (1), INTERRUPT (2) or CONTINUE (3)")
     return _IN_FLIGHT[value]
 
 
 def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
-    """Returns the memory kinds, at least one."""
+    """Returns the memory kinds, at least one.
+
+    Raises:
+        InvalidField: There is none, or one is unknown.
+    """
     check_count("kinds", values, at_most=_MAX_KINDS)
     unknown = [value for value in values if value not in _MEMORY_KINDS]
     if unknown or not values:
@@ -206,7 +214,11 @@ def decode_memory_kinds(values: Sequence[int]) -> frozenset[MemoryKind]:
 
 
 def decode_tensors(specs: Sequence[sync.TensorSpec]) -> tuple[TensorSpec, ...]:
-    """Returns the announced tensors, at least one."""
+    """Returns the announced tensors, at least one.
+
+    Raises:
+        InvalidField: There are none, too many, or one has a wrong field.
+    """
     if not specs:
         raise InvalidField("tensors", "empty", "every tensor of the model")
     check_count("tensors", specs, at_most=MAX_TENSORS)
@@ -220,7 +232,11 @@ def decode_update_id(value: str) -> str:
 
 
 def decode_lease(request: sync.BeginUpdateRequest, *, max_s: float) -> float:
-    """Returns the lease in seconds."""
+    """Returns the lease in seconds.
+
+    Raises:
+        InvalidField: It is unset, not above 0, or above `max_s` seconds.
+    """
     lease = request.lease
     lease_s = lease.seconds + lease.nanos / 1e9 if request.HasField("lease") else None
     if lease_s is None or not 0 < lease_s <= max_s:

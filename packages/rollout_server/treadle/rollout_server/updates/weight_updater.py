@@ -115,6 +115,10 @@ class WeightUpdater:
 
         Returns:
             The version that serves now.
+
+        Raises:
+            UpdateUnknown: The update is neither live nor was it committed.
+            RolloutServerError: Bytes are missing, the state forbids it, or the engine failed.
         """
         version = self.current.committed_version(update_id)
         if version is not None:
