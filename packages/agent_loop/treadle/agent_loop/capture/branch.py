@@ -94,7 +94,14 @@ class Branch:
     ) -> None:
         """Writes a turn: the tokens observed since the last turn, and the completion.
 
-        One that is not `trained` is observed as well.
+        Args:
+            observed: The ids since the last turn, with their images.
+            messages: Of these ids.
+            completion: The turn, as it was sampled.
+            returned: The turn, as the agent was answered.
+            uncut: Its text with the stop string that was cut off; None: nothing was.
+            request: Number of the request that it answers.
+            trained: Whether its ids are under the loss; else they are observed.
         """
         self.transcript.observe(observed.ids, images=observed.images)
         self.messages.extend(messages)

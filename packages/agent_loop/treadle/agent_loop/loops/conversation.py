@@ -282,7 +282,15 @@ class Conversation:
         """Freezes the trajectory; its messages and its last sample are this conversation's.
 
         The samples before it are the other conversations with at least one completion, in the
-        order in which they began. `sample_rewards` are in the order of the samples.
+        order in which they began.
+
+        Args:
+            stop: Why it ended.
+            reward: Of the trajectory; None: it is scored later.
+            sample_rewards: Of players, in the order of the samples; empty: they share the reward.
+            tool_rewards: As the tools gave them, in the order of the calls.
+            turn_scores: As the interaction gave them, in the order of the turns.
+            metrics: Of the trajectory.
         """
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]

@@ -33,7 +33,18 @@ def encode_request(
     routed_experts_from: int | None = None,
     prompt_logprobs_from: int | None = None,
 ) -> generation_pb2.GenerateRequest:
-    """Returns the message of one Generate call."""
+    """Returns the message of one Generate call.
+
+    Args:
+        prompt: Ids, not empty.
+        params: How to sample.
+        request: Names the session and the priority.
+        request_id: Of this call.
+        min_weight_version: Oldest weights that may sample.
+        images: At their placeholders in the prompt.
+        routed_experts_from: First row whose experts are wanted; None: none are.
+        prompt_logprobs_from: First id of the prompt whose log-probability is wanted; None: none is.
+    """
     return generation_pb2.GenerateRequest(
         request_id=request_id,
         session_id=request.session_id,
