@@ -175,7 +175,14 @@ class TrajectoryFiles:
         return int(counted.column(0)[0].as_py())
 
     def one(self, step: int, phase: str, task_id: str, rollout_index: int) -> dict[str, Any] | None:
-        """Returns all columns of one trajectory; None if no good file has it. Reads one file."""
+        """Returns all columns of one trajectory; None if no good file has it. Reads one file.
+
+        Args:
+            step: 0 before training.
+            phase: As in the column `phase`.
+            task_id: Of its row.
+            rollout_index: Among the samples of the row.
+        """
         cursor = self._cursor()
         name = file_name(step, phase)
         if name not in self._viewed:
