@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+import socket
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -207,11 +208,21 @@ async def test_a_server_that_comes_in_the_middle_of_a_rollout_takes_its_share_at
     assert pool.listeners == []
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody else gets, also while the service is down."""
+    with socket.socket() as held:
+        # With this option, which asyncio's servers set too, it is not in their way.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield held.getsockname()[1]
+
+
 class Search:
     """A service behind a port, which may be down; the loop asks it as a tool would."""
 
-    def __init__(self, *, refused: str | None = None) -> None:
-        self.port = 0
+    def __init__(self, port: int, *, refused: str | None = None) -> None:
+        self.port = port
         self.refused = refused  # the row that it refuses even when it is up
         self.num_served = 0
         self._server: asyncio.Server | None = None
@@ -222,7 +233,6 @@ class Search:
             writer.close()
 
         self._server = await asyncio.start_server(serve, "127.0.0.1", self.port)
-        self.port = self._server.sockets[0].getsockname()[1]
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -299,8 +309,8 @@ def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_is_down_is_waited_for_and_no_trajectory_is_lost() -> None:
-    search = Search()
+async def test_a_service_that_is_down_is_waited_for_and_no_trajectory_is_lost(port: int) -> None:
+    search = Search(port)
     await search.start()
     rollout = _searching(search, max_consecutive_failures=4)
     assert [t.error for t in await _sample(rollout, _tasks(4))] == [None] * 4
@@ -325,12 +335,12 @@ async def test_a_service_that_is_down_is_waited_for_and_no_trajectory_is_lost() 
 
 
 @pytest.mark.asyncio
-async def test_a_row_that_always_fails_does_not_stand_for_its_service() -> None:
+async def test_a_row_that_always_fails_does_not_stand_for_its_service(port: int) -> None:
     def rows(*names: str) -> list[AgentTask]:
         made = _tasks(4)
         return [replace(made[n], task_id=name) for name in names for n in (0, 2)]
 
-    search = Search(refused="broken")
+    search = Search(port, refused="broken")
     await search.start()
     rollout = _searching(search, max_consecutive_failures=4, outage_s=5)
     await _sample(rollout, rows("good"))
@@ -347,8 +357,8 @@ async def test_a_row_that_always_fails_does_not_stand_for_its_service() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_was_given_up_and_serves_again_is_up() -> None:
-    search = Search()
+async def test_a_service_that_was_given_up_and_serves_again_is_up(port: int) -> None:
+    search = Search(port)
     await search.start()
     rollout = _searching(search, max_consecutive_failures=3, outage_s=0.1)
     await _sample(rollout, _tasks(4))
@@ -363,8 +373,8 @@ async def test_a_service_that_was_given_up_and_serves_again_is_up() -> None:
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_does_not_come_back_ends_the_run_with_that_reason() -> None:
-    search = Search()
+async def test_a_service_that_does_not_come_back_ends_the_run_with_that_reason(port: int) -> None:
+    search = Search(port)
     await search.start()
     rollout = _searching(search, max_consecutive_failures=3, outage_s=0.1)
     await _sample(rollout, _tasks(4))
@@ -374,8 +384,8 @@ async def test_a_service_that_does_not_come_back_ends_the_run_with_that_reason()
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_never_served_is_not_waited_for() -> None:
-    search = Search()
+async def test_a_service_that_never_served_is_not_waited_for(port: int) -> None:
+    search = Search(port)
     await search.start()
     await search.stop()
     rollout = _searching(search, max_consecutive_failures=4)
@@ -384,8 +394,8 @@ async def test_a_service_that_never_served_is_not_waited_for() -> None:
 
 
 @pytest.mark.asyncio
-async def test_without_a_limit_the_run_goes_on_without_what_is_down() -> None:
-    search = Search()
+async def test_without_a_limit_the_run_goes_on_without_what_is_down(port: int) -> None:
+    search = Search(port)
     await search.start()
     rollout = _searching(search, max_consecutive_failures="null")
     await _sample(rollout, _tasks(2))
