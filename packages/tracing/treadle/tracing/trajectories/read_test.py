@@ -29,6 +29,9 @@ from treadle.tracing.trajectories.schema import (
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
 from treadle.tracing.trajectories.write import write_file
 
+SHARED = (HealthCheck.function_scoped_fixture, HealthCheck.too_slow)
+"""Examples may share a fixture, and may be drawn slowly: this list replaces that of the profile."""
+
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -80,7 +83,7 @@ def test_a_filter_passes_what_it_says(files: TrajectoryFiles, text: str) -> None
     assert files.count(Filter.parse(text)) == len(expected)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=30)
+@settings(suppress_health_check=SHARED, max_examples=30)
 @given(st.sampled_from(sorted(FILTER_COLUMNS)), st.sampled_from(["=", "~"]), st.text())
 def test_a_negated_condition_passes_the_others(
     files: TrajectoryFiles, name: str, operator: str, value: str
@@ -221,9 +224,7 @@ def test_damage_that_a_query_meets_is_found_by_it(tmp_path: Path) -> None:
         duckdb.execute(f"FROM read_parquet('{path}')").fetchall()
 
 
-@settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=12, deadline=None
-)
+@settings(suppress_health_check=SHARED, max_examples=12, deadline=None)
 @given(st.lists(st.tuples(st.integers(0), st.binary(min_size=1, max_size=8)), min_size=1))
 def test_any_damage_of_a_file_leaves_the_others(
     tmp_path: Path, changes: list[tuple[int, bytes]]
