@@ -98,12 +98,12 @@ def test_every_test_that_the_docs_name_exists() -> None:
         file = ""
         for path, test in re.findall(r"`([\w./]*_test\.py)?(?:::(test_\w+))?`", page.read_text()):
             file = path or file  # `::test_x` continues the list of the file before it
-            named |= {(file, test)} if test else set()
+            if test:
+                named.add((file, test))
     tests = [p for folder in (*SOURCES, "tests") for p in (DOCS.parent / folder).rglob("*_test.py")]
     defined = [
-        (path.relative_to(DOCS.parent).as_posix(), set(re.findall(r"def (test_\w+)", text)))
-        for path in tests
-        if (text := path.read_text())
+        (p.relative_to(DOCS.parent).as_posix(), set(re.findall(r"def (test_\w+)", p.read_text())))
+        for p in tests
     ]
     lacking = [
         f"{file}::{test}"
