@@ -18,7 +18,7 @@ from pydantic_core import PydanticUndefined
 
 from treadle.trainer.config.schema import Config
 
-__all__ = ["Leaf", "Section", "all_leaves", "all_sections", "flatten", "leaf_of", "nearest"]
+__all__ = ["Leaf", "SectionNode", "all_leaves", "all_sections", "flatten", "leaf_of", "nearest"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +67,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Section:
+class SectionNode:
     """A node above leaves; `kinds` maps each variant's name to its model, or is empty."""
 
     key: str
@@ -95,7 +95,7 @@ def _kind_of(model: type[BaseModel]) -> str:
     return str(model.model_fields["kind"].default)
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf | Section]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf | SectionNode]:
     # A section's own leaves come first, so that each section is one part of a listing.
     fields = sorted(
         model.model_fields.items(), key=lambda named: bool(_models(named[1].annotation))
@@ -109,17 +109,17 @@ def _walk(model: type[BaseModel], prefix: str) -> Iterator[Leaf | Section]:
             yield Leaf(key=key, type=type_, field=field)
         elif len(models) == 1:
             doc = (models[0].__doc__ or "").strip()
-            yield Section(key=key, doc=doc, kinds={})
+            yield SectionNode(key=key, doc=doc, kinds={})
             yield from _walk(models[0], f"{key}.")
         else:
             kinds = {_kind_of(variant): variant for variant in models}
-            yield Section(key=key, doc=field.description or "", kinds=kinds)
+            yield SectionNode(key=key, doc=field.description or "", kinds=kinds)
             yield from _variant_leaves(kinds, key, field)
 
 
 def _variant_leaves(
     kinds: Mapping[str, type[BaseModel]], key: str, field: FieldInfo
-) -> Iterator[Leaf | Section]:
+) -> Iterator[Leaf | SectionNode]:
     kind_field = FieldInfo(
         annotation=str,
         default=field.default.kind,
@@ -147,9 +147,9 @@ def all_leaves(root: type[BaseModel] = Config) -> Mapping[str, Leaf]:
 
 
 @cache
-def all_sections(root: type[BaseModel] = Config) -> Mapping[str, Section]:
+def all_sections(root: type[BaseModel] = Config) -> Mapping[str, SectionNode]:
     """Returns every node above the leaves, in the order of the tree."""
-    return {entry.key: entry for entry in _walk(root, "") if isinstance(entry, Section)}
+    return {entry.key: entry for entry in _walk(root, "") if isinstance(entry, SectionNode)}
 
 
 def leaf_of(key: str, root: type[BaseModel] = Config) -> Leaf | None:

@@ -296,9 +296,12 @@ class CollectiveSender:
             self._membership = None
 
     def _joined(self, command: Broadcast, *, num_senders: int, rank: int) -> "Membership":
-        from treadle.trainer.weight_sync.transports.collective_group import Group, Membership
+        from treadle.trainer.weight_sync.transports.collective_group import (
+            CollectiveGroup,
+            Membership,
+        )
 
-        group = Group(
+        group = CollectiveGroup(
             name=command.group_name,
             backend=command.backend,
             rendezvous=command.rendezvous,

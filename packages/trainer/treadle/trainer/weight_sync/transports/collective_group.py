@@ -27,7 +27,7 @@ from weakref import WeakSet
 import torch
 import torch.distributed as dist
 
-__all__ = ["Group", "GroupLost", "Membership", "RankStore"]
+__all__ = ["CollectiveGroup", "GroupLost", "Membership", "RankStore"]
 
 _POLL_S = 0.001
 _CHECK_S = 0.2
@@ -38,7 +38,7 @@ _detached: WeakSet[threading.Thread] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class CollectiveGroup:
     """The facts that all senders of a group know.
 
     Attributes:
@@ -104,7 +104,7 @@ class Membership:
     """
 
     def __init__(
-        self, group: Group, rank: int, *, device: torch.device, store: RankStore | None
+        self, group: CollectiveGroup, rank: int, *, device: torch.device, store: RankStore | None
     ) -> None:
         self.group = group
         self.device = torch.device("cpu") if group.backend == "gloo" else device
