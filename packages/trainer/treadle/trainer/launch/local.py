@@ -71,8 +71,11 @@ def _oom_kills() -> int:
         text = _VMSTAT.read_text(encoding="ascii")
     except OSError:
         return 0
-    counts = dict(line.split() for line in text.splitlines())
-    return int(counts.get("oom_kill", 0))
+    for line in text.splitlines():
+        name, _, count = line.partition(" ")
+        if name == "oom_kill":
+            return int(count)
+    return 0
 
 
 def _told_of_memory(kills: int) -> str:
