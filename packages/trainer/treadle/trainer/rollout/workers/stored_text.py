@@ -2,6 +2,9 @@
 
 A loop worker makes it of its trajectories, and the driver writes it as it came. Of others the
 driver makes it, with the same bytes. Importing this loads no Arrow.
+
+It is made on the caller's event loop: 0.5 ms of processor time for 2,000 tokens in 5 turns, 29 ms
+for 100,000 (Qwen2.5's tokenizer; docs/adr/0017).
 """
 
 import json
