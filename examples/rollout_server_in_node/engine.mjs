@@ -8,7 +8,7 @@
 
 import { setImmediate as giveWay } from "node:timers/promises";
 
-import { draw, randomSeed } from "./qwen2.mjs";
+import { draw, logprobOf, randomSeed } from "./qwen2.mjs";
 
 const PROMPT_STEP = 32; // Tokens of a prompt that are read between two tokens of the others.
 const LONGEST_MS = 5; // For which calls may wait.
@@ -46,17 +46,22 @@ export class Engine {
    * Starts a sequence.
    * @param {number[]} prompt
    * @param {object} settings A SamplingParams, with `max_tokens`.
-   * @param {{token: Function, finished: Function, failed: Function}} listener Is told each token
-   *   (token, logprob, version), and how the sequence ended: a FinishReason's name, or an error.
+   * @param {number} logprobsFrom The first id of the prompt whose log-probability is told, or
+   *   Infinity.
+   * @param {{prompt: Function, token: Function, finished: Function, failed: Function}} listener Is
+   *   told log-probabilities of the prompt, if any (logprobs, version); each token (token, logprob,
+   *   version); and how the sequence ended: a FinishReason's name, or an error.
    * @returns {() => void} Aborts the sequence; does nothing if it has ended.
    */
-  start(prompt, settings, listener) {
+  start(prompt, settings, logprobsFrom, listener) {
     const stops = new Set(settings.stop_token_ids);
     if (!settings.ignore_eos) for (const id of this.#model.config.eos) stops.add(id);
     const sequence = {
       ids: [...prompt],
       promptLength: prompt.length,
       read: 0, // Ids whose keys and values are in the cache.
+      logprobsFrom,
+      promptLogprobs: [],
       cache: this.#model.cache(prompt.length + settings.max_tokens),
       seed: settings.seed ?? randomSeed(),
       settings,
@@ -94,7 +99,9 @@ export class Engine {
     this.#model.load(weights);
     this.version = version;
     for (const sequence of this.#sequences) {
-      if (sequence.ids.length === sequence.promptLength) sequence.read = 0;
+      if (sequence.ids.length > sequence.promptLength) continue;
+      sequence.read = 0;
+      sequence.promptLogprobs = [];
     }
   }
 
@@ -140,9 +147,17 @@ export class Engine {
     const { ids, cache } = sequence;
     if (unread(sequence)) {
       const until = Math.min(ids.length - 1, sequence.read + PROMPT_STEP);
-      for (let at = sequence.read; at < until; at++) this.#model.forward(ids[at], at, cache, false);
+      for (let at = sequence.read; at < until; at++) {
+        const told = at + 1 >= sequence.logprobsFrom;
+        const logits = this.#model.forward(ids[at], at, cache, told);
+        if (told) sequence.promptLogprobs.push(logprobOf(logits, ids[at + 1]));
+      }
       sequence.read = until;
       return;
+    }
+    if (sequence.promptLogprobs.length) {
+      sequence.listener.prompt(sequence.promptLogprobs, this.version);
+      sequence.promptLogprobs = [];
     }
     const logits = this.#model.forward(ids.at(-1), ids.length - 1, cache, true);
     const { token, logprob } = draw(logits, sequence.settings, sequence.seed, ids);

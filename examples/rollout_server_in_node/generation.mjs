@@ -22,9 +22,9 @@ const CHUNK_TOKENS = 32;
 const CHUNK_MS = 500;
 const MESSAGE_PARTS = 1000; // Of at most 400 bytes each.
 
-const atLeast = (least) => [(x) => x >= least, `at least ${least}`];
+const minimum = (least) => [(x) => x >= least, `at least ${least}`];
 const RANGES = {
-  max_tokens: atLeast(1),
+  max_tokens: minimum(1),
   temperature: [(x) => x >= 0 && x < Infinity, "a finite number of at least 0"],
   top_p: [(x) => x > 0 && x <= 1, "in (0, 1]"],
   top_k: [(x) => x >= 1, "at least 1; unset for the whole vocabulary"],
@@ -70,8 +70,10 @@ function checkRequest(request, { vocabSize, contextLength }, modes) {
   }
   if (request.priority) throw capabilityMissing("priority");
   if (request.images.length) throw capabilityMissing("images");
-  for (const name of ["routed_experts_from", "prompt_logprobs_from"]) {
-    if (request[name] !== undefined) throw capabilityMissing(name.replace("_from", ""));
+  if (request.routed_experts_from !== undefined) throw capabilityMissing("routed_experts");
+  const from = request.prompt_logprobs_from;
+  if (from !== undefined && (from < 1 || from > prompt.length)) {
+    throw invalidField("prompt_logprobs_from", from, `1 to the prompt's ${prompt.length}`);
   }
   if (request.constraint) throw capabilityMissing("constrained_sampling");
   const sampling = request.sampling ?? {};
@@ -131,8 +133,9 @@ class Events {
     }
     [this.#waiting, this.#chunk] = [[], undefined];
     if (events.length > 1 && this.#batched) {
-      const { tokens, ...others } = Object.fromEntries(events);
-      this.#send({ batch: { ...others, tokens: tokens ? [tokens] : [] } });
+      const { tokens, prompt_logprobs: prompt, ...others } = Object.fromEntries(events);
+      const batch = { ...others, tokens: tokens && [tokens], prompt_logprobs: prompt && [prompt] };
+      this.#send({ batch });
     } else for (const [name, event] of events) this.#send({ [name]: event });
   }
 
@@ -278,6 +281,8 @@ export class Generation {
       let abort = () => {};
       let began, pausedMs, prefillMs;
       const listener = {
+        prompt: (logprobs, version) =>
+          events.add("prompt_logprobs", { logprobs, weight_version: version }),
         token: (token, logprob, version) => {
           numTokens++;
           prefillMs ??= performance.now() - began;
@@ -302,7 +307,8 @@ export class Generation {
         began = performance.now();
         pausedMs = engine.pausedMs;
         events.add("started", { cached_prompt_tokens: 0, queue_time: duration(began - arrived) });
-        abort = engine.start(request.prompt_token_ids, settings, listener);
+        const { prompt_token_ids: prompt, prompt_logprobs_from: from = Infinity } = request;
+        abort = engine.start(prompt, settings, from, listener);
       };
       const leave = this.#replica.admit(begin, reject);
       caller.whenGone(() => {

@@ -326,6 +326,13 @@ export function draw(logits, settings, seed, history) {
   return { token, logprob: Math.min(0, Math.log(weights[token] / total)) };
 }
 
+/** Returns the log-probability of an id in nats, at temperature 1 over the whole vocabulary. */
+export function logprobOf(logits, id) {
+  const largest = logits.reduce((a, b) => Math.max(a, b));
+  const total = logits.reduce((before, x) => before + Math.exp(x - largest), 0);
+  return logits[id] - largest - Math.log(total);
+}
+
 function sum(ids, weights) {
   return ids.reduce((total, id) => total + weights[id], 0);
 }

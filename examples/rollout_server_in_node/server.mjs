@@ -25,6 +25,7 @@ const CAPABILITIES = {
   sampled_logprobs: true,
   in_flight_continue: true,
   inline_transport: true,
+  prompt_logprobs: true,
   generate_many: true,
 };
 const GRACE_MS = 10_000;
