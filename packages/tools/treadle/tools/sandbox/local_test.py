@@ -1,6 +1,7 @@
 """What programs see and what comes of them; that they cannot do harm is in isolation_test.py."""
 
 import asyncio
+import gc
 import os
 import resource
 import select
@@ -304,6 +305,7 @@ async def test_a_machine_without_room_is_the_sandboxs_failure(
 ) -> None:
     launcher = sandbox._launcher
     assert launcher is not None
+    gc.collect()  # else the collector may close here what an earlier test left open
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "command", lambda arguments, **fds: ["/no/such/bwrap"])
