@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import re
 import shutil
 import socket
@@ -47,7 +48,9 @@ def browser() -> Iterator[Browser]:
             "chromium)"
         )
     with sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=found, args=list(_OPTIONS))
+        # It makes a socket below TMPDIR, whose path may have 107 bytes.
+        environment: dict[str, str | float | bool] = {**os.environ, "TMPDIR": "/tmp"}
+        opened = driver.chromium.launch(executable_path=found, args=list(_OPTIONS), env=environment)
         yield opened
         opened.close()
 
