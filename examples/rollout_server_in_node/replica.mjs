@@ -45,7 +45,7 @@ export class Replica {
     for (const watcher of this.#watchers) watcher();
   }
 
-  /** Throws unless the engine works and the server goes on. */
+  /** Throws if the engine has failed or the server is stopping. */
   check() {
     if (this.failure) throw this.failure;
     if (this.state === "STOPPING") {
@@ -115,7 +115,7 @@ export class Replica {
     }
   }
 
-  /** Pauses; goes on as before if the caller leaves while sequences are drained. */
+  /** Pauses; serves as before if the caller leaves while sequences are drained. */
   pause(policy, caller) {
     return this.exclusive(async () => {
       const before = this.state;

@@ -1,4 +1,4 @@
-"""Addresses for servers that tests start anew.
+"""Addresses for servers that tests start again.
 
 Invariant: while an address is held, the system gives its port to nobody who asks for any port.
 """
