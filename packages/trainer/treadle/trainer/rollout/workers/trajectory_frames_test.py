@@ -128,6 +128,10 @@ def test_of_the_images_only_what_the_task_has_not_travels_and_a_group_has_one_co
     assert {id(image) for image in shown} == {id(known[ZOOMED])}
 
 
+_OTHERS = 20
+"""Objects that other threads of the process and caches may make meanwhile."""
+
+
 def test_a_token_is_no_object_in_the_driver() -> None:
     def count(part: int) -> int:
         of, known = task(), dict[Image, Image]()
@@ -139,7 +143,7 @@ def test_a_token_is_no_object_in_the_driver() -> None:
         return len(gc.get_objects()) - before
 
     count(4)  # caches
-    assert count(10_000) <= count(4)
+    assert count(10_000) < count(4) + _OTHERS
     small, large = (
         len(pack_trajectory(ended(task(), part=part), task())[0]) for part in (4, 10_000)
     )
@@ -281,7 +285,7 @@ def test_a_turn_is_no_object_in_the_driver() -> None:
 
     for num_turns in (1, 100):
         count(num_turns)  # caches
-    assert count(100) <= count(1)
+    assert count(100) < count(1) + _OTHERS
 
 
 @pytest.mark.parametrize("value", [2, 2.0, True, -0.5, 2**70, Fraction(1, 2)])
