@@ -59,7 +59,7 @@ def test_no_report_at_all_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def tries(tmp_path: Path, *, flaky: int) -> None:
-    """Writes the reports of two tries; so many tests failed in the first and then passed."""
+    """Writes the reports of two tries: `flaky` tests failed in the first and then passed."""
     (tmp_path / "first").mkdir()
     cases = [f'<testcase classname="x_test" name="test_{number}">' for number in range(flaky)]
     failed = [f'{case}<failure message="late"/></testcase>' for case in cases]

@@ -26,10 +26,10 @@ def _notebook() -> nbformat.NotebookNode:
 
 @pytest.fixture
 def sockets() -> Iterator[str]:
-    """Where client and kernel meet: files with a short path.
+    """Yields the place where client and kernel meet: files with a short path.
 
     By default they meet at five ports, which Jupyter draws and lets go before the kernel listens:
-    what runs beside the test may get one of them.
+    a process beside the test may get one of them.
     """
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
         yield f"{directory}/kernel"

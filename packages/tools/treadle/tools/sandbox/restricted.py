@@ -162,7 +162,7 @@ class RestrictedSandbox:
 
 
 class _Output:
-    """What a program writes; the interpreter calls it on another thread.
+    """Keeps the output of a program; the interpreter calls it on another thread.
 
     Args:
         tell_full: Called once, when a stream has more than `_OUTPUT_BYTES`.
