@@ -24,12 +24,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from treadle.trainer.algorithms.advantages import Outcomes
-from treadle.trainer.algorithms.choose_loss import policy_loss
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.algorithms.gae import gae
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.backend import LossInputs
+from treadle.policy.algorithms.advantages import Outcomes
+from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.algorithms.gae import gae
+from treadle.policy.backend import LossInputs
+from treadle.policy.config.algorithm import AlgorithmConfig
 
 _TOKENS, _GROUP, _CHUNK, _GAE_CHUNK = 4096, 8, 16, 512
 _ADVANTAGES = ("grpo", "rloo", "opo", "reinforce_plus_plus", "maxrl", "gae")

@@ -27,7 +27,8 @@ from schedule_sim import Run
 from simulated_cluster import SimulatedLauncher
 
 from treadle.agent_loop.rpc import Requirements
-from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
 from treadle.trainer.launch.process import ProcessSpec
 from treadle.trainer.rollout.server_pool import ServerPool
 

@@ -42,10 +42,10 @@ from treadle.agent_loop import (
     Trajectory,
     Transcript,
 )
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.shards import Outgoing, assign, from_frames
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.client.shards import Outgoing, assign, from_frames
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import Asks, Ended
 from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text

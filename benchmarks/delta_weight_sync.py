@@ -24,17 +24,17 @@ from typing import Any, cast
 import torch
 from null_engine import COMMAND
 
+from treadle.policy.client.commands import Command, ComputeDelta, Push, Specs, WriteFiles
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import ElementType, NamedTensor, TensorSpec
+from treadle.policy.config.weight_sync import DeltaConfig, WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.delta import DeltaSender
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.transports.file import write_files
+from treadle.policy.weight_sync.transports.inline import push
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
-from treadle.trainer.config.schema import DeltaConfig, WeightSyncConfig
-from treadle.trainer.policy.commands import Command, ComputeDelta, Push, Specs, WriteFiles
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import ElementType, NamedTensor, TensorSpec
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.delta import DeltaSender
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.transports.file import write_files
-from treadle.trainer.weight_sync.transports.inline import push
 
 ROWS, COLUMNS = 2048, 2048
 

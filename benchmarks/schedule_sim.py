@@ -37,7 +37,8 @@ from simulated_time import run
 
 from treadle.agent_loop.rpc import Requirements, RetryPolicy
 from treadle.agent_loop.rpc.retry import Backoff
-from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
 from treadle.trainer.rollout.server_pool import Routes, ServerPool
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.training_loop.groups import Group

@@ -17,8 +17,8 @@ from treadle.agent_loop import (
     Transcript,
     derive_seed,
 )
+from treadle.policy.backend import LossInputs, LossOutput
 from treadle.tracing import Metric
-from treadle.trainer.policy.backend import LossInputs, LossOutput
 
 MEDIAN_S, P99_S = 1.0, 30.0
 SIGMA = math.log(P99_S / MEDIAN_S) / 2.3263

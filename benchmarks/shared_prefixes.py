@@ -30,10 +30,10 @@ import torch
 import transformers
 from train_step import LR, SHAPES, TransformersTrainer
 
-from treadle.trainer.algorithms.losses import ClippedSurrogate
-from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.types import SharePrefixes, TrainSequence
+from treadle.policy.algorithms.losses import ClippedSurrogate
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.client.types import SharePrefixes, TrainSequence
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 
 
 def make_groups(

@@ -24,19 +24,19 @@ from treadle.agent_loop import StickySession
 from treadle.agent_loop.clock import LoopClock
 from treadle.agent_loop.rpc.router.server import RouterConfig, RoutingServicer
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import TensorSpec
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.publisher import PublishReport
+from treadle.policy.weight_sync.server_security import ServerSecurity
+from treadle.policy.weight_sync.update_round import UpdateRound
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync_pb
 from treadle.tracing import current_sink
-from treadle.trainer.config.schema import WeightSyncConfig
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import TensorSpec
-from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publisher import PublishReport
-from treadle.trainer.weight_sync.update_round import UpdateRound
 
 __all__ = ["Cluster", "Publisher", "SimulatedLauncher", "SimulatedProcess", "SimulatedServer"]
 

@@ -28,11 +28,11 @@ from typing import Any
 import torch
 import transformers
 
-from treadle.trainer.algorithms.losses import ClippedSurrogate
-from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.megatron import device
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.algorithms.losses import ClippedSurrogate
+from treadle.policy.backends.megatron import device
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 
 LR = 1e-4
 SHAPES: dict[str, dict[str, Any]] = {

@@ -46,13 +46,13 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.hf import HfRenderer
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.client.types import TokenValues
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.tracing.trajectories import DIRECTORY, Filter, TrajectoryFiles, write_file
 from treadle.tracing.trajectories.testing import make_row
 from treadle.tracing.trajectories.testing import make_rows as make_short_rows
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.demo import MODELS
-from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 from treadle.trainer.training_loop.trajectory_rows import make_rows
 

@@ -34,9 +34,7 @@ import torch
 from null_engine import COMMAND
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from treadle.rollout_server.testing import running_server
-from treadle.trainer.config.schema import SharedMemoryTransportConfig, WeightSyncConfig
-from treadle.trainer.policy.commands import (
+from treadle.policy.client.commands import (
     Broadcast,
     Command,
     OpenGroup,
@@ -45,14 +43,16 @@ from treadle.trainer.policy.commands import (
     Specs,
     WriteFiles,
 )
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import NamedTensor, TensorSpec
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.transports.collective import CollectiveSender
-from treadle.trainer.weight_sync.transports.file import write_files
-from treadle.trainer.weight_sync.transports.inline import push
-from treadle.trainer.weight_sync.transports.shared_memory import NUM_SLOTS, SharedMemorySender
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.config.weight_sync import SharedMemoryTransportConfig, WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.transports.collective import CollectiveSender
+from treadle.policy.weight_sync.transports.file import write_files
+from treadle.policy.weight_sync.transports.inline import push
+from treadle.policy.weight_sync.transports.shared_memory import NUM_SLOTS, SharedMemorySender
+from treadle.rollout_server.testing import running_server
 
 WAYS = tuple(
     (kind, in_place) for kind in ("inline", "file", "shared_memory") for in_place in (True, False)

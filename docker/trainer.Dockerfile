@@ -20,7 +20,7 @@ COPY proto proto
 COPY packages packages
 RUN --mount=type=secret,id=pip_conf,target=/etc/pip.conf \
     /opt/treadle/bin/pip install --no-deps \
-      ./proto ./packages/tracing ./packages/agent_loop ./packages/tools ./packages/rollout_server ./packages/trainer
+      ./proto ./packages/tracing ./packages/agent_loop ./packages/tools ./packages/policy ./packages/rollout_server ./packages/trainer
 
 FROM ${PYTHON}
 # triton compiles its launcher with gcc, engines of the target `train` their kernels with g++.

@@ -4,7 +4,7 @@ import pytest
 
 from treadle.tools import Gsm8kTool, load_catalogue
 from treadle.trainer.config.load import load_config
-from treadle.trainer.launch.topology import make_topology
+from treadle.trainer.config.topology import make_topology
 
 HERE = Path(__file__).parent
 
@@ -21,7 +21,7 @@ def test_another_engine_is_a_layer_on_top() -> None:
     config = load_config([HERE / "config.yaml", HERE / "vllm.yaml"], []).config
     assert config.rollout.name == "vllm"
     assert config.rollout.samples_per_prompt == 16
-    topology = make_topology(config)
+    topology = make_topology(config.launch, config.policy, config.rollout)
     assert topology is not None
     assert [devices.indices for devices in topology.ranks] == [(0,), (1,), (2,), (3,)]
     assert [devices.indices for devices in topology.servers] == [(4, 5), (6, 7)]

@@ -25,8 +25,8 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator, ScriptedTool
 from treadle.agent_loop.testing.byte_renderer import decode
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 QUESTION = Message(role="user", content="How far is it?")

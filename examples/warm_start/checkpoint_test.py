@@ -14,9 +14,9 @@ from calculator.questions import TEMPLATES, Split, sample_question
 from calculator.recipe import CALCULATOR
 from math_expression.recipe import MATH_EXPRESSION
 from treadle.agent_loop.hf import HfRenderer
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.config.policy import PolicyConfig
 from treadle.trainer import demo
-from treadle.trainer.config.policy import PolicyConfig
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from warm_start.train import RECIPES, measure
 
 _DEMOS = Path(demo.__file__).parent

@@ -36,11 +36,11 @@ from calculator.recipe import CALCULATOR
 from math_expression.recipe import MATH_EXPRESSION
 from treadle.agent_loop import ChatRenderer, Origin
 from treadle.agent_loop.hf import HfRenderer
-from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.backend import PolicyBackend
-from treadle.trainer.policy.hf_weights import write_folder
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.types import NamedTensor, TrainSequence
+from treadle.policy.backend import PolicyBackend
+from treadle.policy.backends.hf_weights import write_folder
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.client.types import NamedTensor, TrainSequence
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequences, transcribe
 from warm_start.recipe import Recipe
 from warm_start.tokenizer import (

@@ -26,7 +26,8 @@ KNOWN = frozenset(
 SIBLINGS = {
     "rollout_server": {"proto", "tracing"},
     "tools": {"proto", "tracing", "agent_loop"},
-    "trainer": {"proto", "tracing", "agent_loop", "tools", "rollout_server"},
+    "policy": {"proto", "tracing", "agent_loop"},
+    "trainer": {"proto", "tracing", "agent_loop", "policy", "tools", "rollout_server"},
 }
 
 

@@ -17,14 +17,14 @@ import pytest
 from contract.descriptors import release_folders
 from contract.programs import Programs
 from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.testing import Weights
 from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
 from treadle.rollout_server.testing import running_server
-from treadle.trainer.config.schema import WeightSyncConfig
 from treadle.trainer.demo import DEMO
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.testing import Weights
 
 # The newest; the older ones are compared message by message (skew_test.py).
 RELEASES = list(release_folders())[-1:]

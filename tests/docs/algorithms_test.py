@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from treadle.trainer.algorithms.advantages import Outcomes
-from treadle.trainer.algorithms.estimators import NAMED, find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.policy.algorithms.advantages import Outcomes
+from treadle.policy.algorithms.estimators import NAMED, find_estimator
+from treadle.policy.config.algorithm import AlgorithmConfig
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
 

@@ -3,10 +3,10 @@
 import re
 from pathlib import Path
 
+from treadle.policy.backends.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
 from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
 from treadle.trainer.demo import MODELS
-from treadle.trainer.policy.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
 
 ROOT = Path(__file__).parents[2]
 

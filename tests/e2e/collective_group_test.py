@@ -18,6 +18,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from treadle.policy.client import types as policy
+from treadle.policy.client.commands import Broadcast, BroadcastReport, OpenGroup
+from treadle.policy.client.types import NamedTensor
+from treadle.policy.weight_sync.transports import collective as sending
+from treadle.policy.weight_sync.transports import collective_group
+from treadle.policy.weight_sync.transports.collective import CollectiveSender
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 from treadle.rollout_server.engines.common import collective as receiving
 from treadle.rollout_server.engines.common import collective_group as receiving_group
@@ -29,12 +35,6 @@ from treadle.rollout_server.engines.common.collective_group import (
     fail_group,
 )
 from treadle.rollout_server.errors import CollectiveBroken
-from treadle.trainer.policy import types as policy
-from treadle.trainer.policy.commands import Broadcast, BroadcastReport, OpenGroup
-from treadle.trainer.policy.types import NamedTensor
-from treadle.trainer.weight_sync.transports import collective as sending
-from treadle.trainer.weight_sync.transports import collective_group
-from treadle.trainer.weight_sync.transports.collective import CollectiveSender
 
 CPU = torch.device("cpu")
 SHAPES = {"a": (3, 5), "b": (700,), "none": (0, 4), "scalar": (), "c": (50, 8), "d": (9,)}
@@ -64,9 +64,9 @@ import threading
 import torch
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.trainer.policy import types as policy
-from treadle.trainer.policy.commands import Broadcast, OpenGroup
-from treadle.trainer.weight_sync.transports.collective import CollectiveSender
+from treadle.policy.client import types as policy
+from treadle.policy.client.commands import Broadcast, OpenGroup
+from treadle.policy.weight_sync.transports.collective import CollectiveSender
 
 class Policy:
     def weight_specs(self):

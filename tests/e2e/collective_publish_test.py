@@ -16,6 +16,13 @@ import pytest
 import pytest_asyncio
 import torch
 
+from treadle.policy.backends.megatron.testing.tiny import write_model
+from treadle.policy.client.group import PolicyError
+from treadle.policy.config.policy import ParallelConfig, PolicyConfig
+from treadle.policy.config.weight_sync import CollectiveTransportConfig, WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import WeightSyncError
+from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout_server.engine import (
     ElementType,
@@ -29,14 +36,7 @@ from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing.clock import FakeClock
 from treadle.rollout_server.testing.process import ServerProcess
 from treadle.rollout_server.testing.serving import serve_in_process
-from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
-from treadle.trainer.config.schema import CollectiveTransportConfig, WeightSyncConfig
 from treadle.trainer.launch.local import LocalProcess
-from treadle.trainer.policy.group import PolicyError
-from treadle.trainer.policy.megatron.testing.tiny import write_model
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import WeightSyncError
-from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .policies import DrivenPolicy, ranks
 

@@ -19,6 +19,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from treadle.policy.client.commands import Command, ComputeDelta, Push, Specs, WriteFiles
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.config.weight_sync import (
+    DeltaConfig,
+    FileTransportConfig,
+    InlineTransportConfig,
+    WeightSyncConfig,
+)
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.delta import DeltaSender
+from treadle.policy.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.transports.file import write_files
+from treadle.policy.weight_sync.transports.inline import push
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server import engine as server_engine
 from treadle.rollout_server.config.schema import ServerConfig, WeightsConfig
@@ -26,21 +41,6 @@ from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.engines.fake.model import fingerprint_entry, fingerprint_of
 from treadle.rollout_server.server import Server
 from treadle.rollout_server.testing import FakeClock, serve_in_process
-from treadle.trainer.config.schema import (
-    DeltaConfig,
-    FileTransportConfig,
-    InlineTransportConfig,
-    WeightSyncConfig,
-)
-from treadle.trainer.policy.commands import Command, ComputeDelta, Push, Specs, WriteFiles
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import NamedTensor, TensorSpec
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.delta import DeltaSender
-from treadle.trainer.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.transports.file import write_files
-from treadle.trainer.weight_sync.transports.inline import push
 
 RANKS = 2
 SHAPES = {"a": (3, 50), "b": (400,), "c": (), "d": (0,)}

@@ -8,7 +8,7 @@ import pytest
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engines.torch import create
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import RolloutConfig
+from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.rollout.server_process import check_engine_settings, engine_settings
 
 SETTINGS: dict[str, Any] = {

@@ -37,28 +37,28 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
 from treadle.agent_loop.rpc.completion_stream import CompletionStream
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.weight_sync import InFlight
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.rollout.v1 import generation_service_pb2 as generation_pb2
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
-from treadle.trainer.algorithms.estimators import find_estimator
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoints
-from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.load import load_config
-from treadle.trainer.config.schema import InFlight
 from treadle.trainer.demo import DEMO
 from treadle.trainer.loggers.loggers import Loggers
-from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.preflight import check_run
 from treadle.trainer.report import LiveReport, MetricsLog
 from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.terminal.progress import PlainProgress
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 from treadle.trainer.training_loop.update_metrics import update_metrics
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .testing import server_command
 
@@ -236,7 +236,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
         _running(tmp_path, progress) as context,
         connect(
             [server.address for server in context.servers.live],
-            security=ServerSecurity.of(context.config.rollout).read(),
+            security=server_security(context.config.rollout).read(),
         ) as generator,
     ):
         config = context.config
@@ -253,7 +253,7 @@ async def test_every_token_of_an_update_in_flight_is_of_the_weights_that_it_name
                 context.policy,
                 config.sync.model_copy(update={"in_flight": policy}),
                 element_type=config.rollout.dtype,
-                security=ServerSecurity.of(config.rollout),
+                security=server_security(config.rollout),
                 directory=tmp_path,
             )
             context.servers._publish = publisher.publish

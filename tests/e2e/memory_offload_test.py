@@ -21,6 +21,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from treadle.agent_loop import RequestContext, SamplingParams
 from treadle.agent_loop.rpc import Requirements, connect
+from treadle.policy.client.commands import Push, Specs
+from treadle.policy.client.types import NamedTensor as Weight
+from treadle.policy.client.types import TensorSpec
+from treadle.policy.config.weight_sync import InlineTransportConfig, WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.transports.inline import push
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
     InFlightPolicy,
@@ -31,25 +39,12 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import serve_in_process
-from treadle.trainer.config.schema import (
-    Config,
-    DataConfig,
-    InlineTransportConfig,
-    ModelConfig,
-    RolloutConfig,
-    WeightSyncConfig,
-)
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
 from treadle.trainer.launch.process import ProcessSpec
-from treadle.trainer.policy.commands import Push, Specs
-from treadle.trainer.policy.types import NamedTensor as Weight
-from treadle.trainer.policy.types import TensorSpec
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.transports.inline import push
 
 _CONFIG = ServerConfig(shutdown_grace_s=0)
 _SYNC = WeightSyncConfig(transport=InlineTransportConfig(), control_deadline_s=10)

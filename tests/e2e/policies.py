@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from treadle.trainer.config.policy import PolicyConfig
+from treadle.policy.client.commands import Broadcast, Command, OpenGroup, Specs
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.weight_sync.transports.collective import CollectiveSender
 from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.policy.commands import Broadcast, Command, OpenGroup, Specs
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import NamedTensor, TensorSpec
-from treadle.trainer.weight_sync.transports.collective import CollectiveSender
+from treadle.trainer.launch.policy_ranks import rank_starter
 
 
 class DrivenPolicy:
@@ -65,12 +66,10 @@ async def ranks(model_path: Path, logs: Path, config: PolicyConfig) -> AsyncIter
     async with (
         LocalLauncher(logs) as launcher,
         PolicyGroup(
-            launcher,
+            rank_starter(launcher, threads=1),
             config,
             model_path,
             with_reference=False,
-            threads=1,
-            gpus_per_rank=0.0,
             start_deadline_s=240.0,
         ) as group,
     ):

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from ray.cluster_utils import Cluster
 
-from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.trainer.config.launch import RayLaunchConfig
+from treadle.trainer.config.topology import Devices
 from treadle.trainer.launch.process import ProcessError, ProcessSpec
 from treadle.trainer.launch.ray import RayLauncher
-from treadle.trainer.launch.topology import Devices
 
 from .testing import StartTrainer, Trainer
 
@@ -142,7 +142,7 @@ def test_loop_workers_and_their_router_are_encrypted_too(start_trainer: StartTra
 _PROGRAM = """
 import argparse, os, signal
 from pathlib import Path
-from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.agent_loop.child_process import watch_parent, write_ready
 parser = argparse.ArgumentParser()
 for name in ("--parent_pid", "--ready_file", "--host"):
     parser.add_argument(name)

@@ -21,16 +21,16 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import Requirements
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.weight_sync.errors import WeightSyncError
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.testing import Weights
 from treadle.rollout_server.testing import ServerProcess, held_address
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
-from treadle.trainer.weight_sync.errors import WeightSyncError
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.testing import Weights
 
 
 class Unaware(ServerPool):

@@ -21,16 +21,16 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer
+from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.backends.megatron.experts.router import ExpertRouter
+from treadle.policy.backends.megatron.testing.tiny import write_model
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import MoeConfig, OptimizerConfig, PolicyConfig
 from treadle.rollout_server.engine import ElementType
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.testing import serve_in_process
-from treadle.trainer.algorithms.choose_loss import policy_loss
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.policy import MoeConfig, OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.megatron.experts.router import ExpertRouter
-from treadle.trainer.policy.megatron.testing.tiny import write_model
-from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.training_loop.groups import _sequence
 
 pytestmark = pytest.mark.asyncio

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from treadle.agent_loop.rpc import ChannelSecurity
+from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
 from treadle.rollout_server.testing import held_address, running_server
 from treadle.trainer.demo import MODELS
 from treadle.trainer.launch.process import child_python_path
-from treadle.trainer.weight_sync.client import WeightSyncClient
 
 from .testing import StartTrainer, Trainer
 

@@ -13,15 +13,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from treadle.policy.client.commands import PushSharedMemory, SendReport, SharedMemoryTarget
+from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.payload import tensor_spec_to_proto
+from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.testing import running_server
-from treadle.trainer.policy.commands import PushSharedMemory, SendReport, SharedMemoryTarget
-from treadle.trainer.policy.types import NamedTensor, TensorSpec
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.payload import tensor_spec_to_proto
-from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
 
 _SIZE = 2048
 _NAMES = [f"t{number}" for number in range(6)]

@@ -16,13 +16,13 @@ from treadle.conformance.client.remote_engine import RemoteEngine, connect_engin
 from treadle.conformance.contracts.reader import random_prompt, request, run_all, update
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.rollout_server.engine import InFlightPolicy, MemoryKind
 from treadle.rollout_server.testing.descendants import Descendants, shm_files
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess, running_server
-from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 from .policies import DrivenPolicy
 

@@ -20,19 +20,19 @@ from treadle.conformance.client.remote_engine import RemoteEngine, connect_engin
 from treadle.conformance.contracts.reader import Output, random_prompt, request, run_all
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
+from treadle.policy.backends.megatron.testing.tiny import VOCAB, write_model
+from treadle.policy.client.commands import Update
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import ElementType, TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.publisher import PublishReport, WeightPublisher
 from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout_server.testing.descendants import Descendants
 from treadle.rollout_server.testing.engine_command import engine_command
 from treadle.rollout_server.testing.process import ServerProcess
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
-from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.policy.commands import Update
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.megatron.testing.tiny import VOCAB, write_model
-from treadle.trainer.policy.types import ElementType, TrainSequence
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.publisher import PublishReport, WeightPublisher
 
 from .policies import DrivenPolicy, ranks
 

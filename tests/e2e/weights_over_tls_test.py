@@ -9,18 +9,19 @@ from typing import Any, cast
 import pytest
 import torch
 
+from treadle.policy.client.commands import Command, Push, PushSharedMemory, Specs
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.rank.run_tls import SERVER_NAME
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import WeightSyncError
+from treadle.policy.weight_sync.publisher import WeightPublisher
+from treadle.policy.weight_sync.server_security import ServerSecurity
+from treadle.policy.weight_sync.transports.inline import push
+from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
 from treadle.rollout_server.testing import ServerProcess, running_server
-from treadle.trainer.config.schema import WeightSyncConfig
-from treadle.trainer.launch.run_tls import SERVER_NAME, run_tls, write_private
-from treadle.trainer.policy.commands import Command, Push, PushSharedMemory, Specs
-from treadle.trainer.policy.group import PolicyGroup
-from treadle.trainer.policy.types import NamedTensor, TensorSpec
-from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import WeightSyncError
-from treadle.trainer.weight_sync.publisher import WeightPublisher
-from treadle.trainer.weight_sync.transports.inline import push
-from treadle.trainer.weight_sync.transports.shared_memory import SharedMemorySender
+from treadle.trainer.launch.run_tls import run_tls, write_private
 
 
 class Rank:

@@ -8,14 +8,14 @@ import pytest
 import torch
 from golden.formulas import GOLDEN, golden
 
-from treadle.trainer.algorithms.advantages import Outcomes, PerToken
-from treadle.trainer.algorithms.choose_loss import BUILT_IN, policy_loss
-from treadle.trainer.algorithms.estimators import NAMED, find_estimator
-from treadle.trainer.algorithms.value_loss import value_loss
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.backend import LossInputs
-from treadle.trainer.policy.batch import token_weights
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.algorithms.advantages import Outcomes, PerToken
+from treadle.policy.algorithms.choose_loss import BUILT_IN, policy_loss
+from treadle.policy.algorithms.estimators import NAMED, find_estimator
+from treadle.policy.algorithms.value_loss import value_loss
+from treadle.policy.backend import LossInputs
+from treadle.policy.client.batch import token_weights
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
 
 CASES: dict[str, Any] = json.loads(GOLDEN.read_text())
 BATCH, STEP = CASES["batch"], CASES["step"]

@@ -13,16 +13,16 @@ import torch
 import transformers
 from gpu.check import Context, Figures, expect
 
-from treadle.trainer.algorithms.choose_loss import policy_loss
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.policy import OffloadConfig, OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
-from treadle.trainer.policy.megatron.testing.tiny import (
+from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.backends.megatron.testing.tiny import (
     forked_sequences,
     sequences,
     write_model,
 )
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OffloadConfig, OptimizerConfig, PolicyConfig
 
 _Dtype = Literal["float32", "bfloat16"]
 # About 0.4 B parameters, so that memory and rates are those of the device.

@@ -12,7 +12,7 @@ from typing import get_args
 import pytest
 
 import treadle.trainer.training_loop
-from treadle.trainer.config.schema import RolloutConfig
+from treadle.trainer.config.rollout import RolloutConfig
 
 ENGINES: tuple[str, ...] = get_args(RolloutConfig.model_fields["name"].annotation)
 KEY = "rollout.name"

@@ -16,7 +16,10 @@ from pathlib import Path, PurePosixPath
 
 import pytest
 
-PACKAGES = ("agent_loop", "conformance", "proto", "rollout_server", "tools", "tracing", "trainer")
+PACKAGES = (
+    *("agent_loop", "conformance", "policy", "proto", "rollout_server", "tools", "tracing"),
+    "trainer",
+)
 # Where the distribution is not named like the module.
 DISTRIBUTION_OF = {
     "PIL": "pillow",

@@ -22,7 +22,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.trainer.launch.process import watch_parent
+from treadle.agent_loop.child_process import watch_parent
 
 __all__ = ["main", "proxy_file"]
 

@@ -14,7 +14,8 @@ disappear silently.
 """
 
 import asyncio
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from treadle.agent_loop.user_code import user_place
@@ -171,3 +172,9 @@ def _is_stray() -> bool:
     except RuntimeError:  # no event loop
         return False
     return task is not None and not task.cancelling()
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Returns ", did you mean 'x'?" if one of the `known` names is like `name`, else ""."""
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f", did you mean {near[0]!r}?" if near else ""

@@ -6,9 +6,8 @@ The first kind of mistake is the model's and becomes `ToolFailure`, the second i
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from treadle.agent_loop import SetupError, ToolFailure
 
@@ -55,9 +54,3 @@ def require_extra(what: str, module: str, extra: str) -> None:
         raise SetupError(
             f"{what} needs {module}, which is not installed: pip install 'treadle-tools[{extra}]'"
         )
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns ", did you mean 'x'?" if one of the `known` names is like `name`, else ""."""
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f", did you mean {near[0]!r}?" if near else ""

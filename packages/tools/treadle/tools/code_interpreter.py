@@ -38,7 +38,7 @@ from dataclasses import dataclass, fields
 from typing import Self
 
 from treadle.agent_loop import AgentTask, SetupError, ToolFailure, ToolResult, ToolSpec
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.host_semaphore import HostSemaphore
 from treadle.tools.sandbox.execution import (
     Execution,

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 
 from treadle.agent_loop import SetupError
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 
 
 def read_yaml(path: Path, what: str) -> object:

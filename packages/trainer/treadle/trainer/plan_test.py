@@ -2,16 +2,11 @@ from pathlib import Path
 
 import pytest
 
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.critic import CriticConfig
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import (
-    Config,
-    CriticConfig,
-    DataConfig,
-    ModelConfig,
-    RolloutConfig,
-    ScheduleConfig,
-)
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final, cast
 
 from treadle.agent_loop import SetupError
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.environments.settings import Settings
 from treadle.tools.yaml_config import mapping, read_yaml
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from treadle.agent_loop import AgentTask, InteractionReply, Message, SetupError
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.rewards import gsm8k
 
 _RIGHT = "Your response is correct!"

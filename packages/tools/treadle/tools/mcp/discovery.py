@@ -15,7 +15,7 @@ import httpx2
 from mcp import Client
 
 from treadle.agent_loop import SetupError, ToolSpec
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.mcp.connection import Connections
 from treadle.tools.mcp.servers import ServerConfig, innermost
 from treadle.tools.mcp.tool import McpTool

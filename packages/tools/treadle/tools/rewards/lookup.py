@@ -19,7 +19,8 @@ from functools import partial
 from pathlib import Path
 
 from treadle.agent_loop import RewardError, RewardFn, Score, SetupError, Trajectory
-from treadle.tools.arguments import did_you_mean, require_extra
+from treadle.agent_loop.errors import did_you_mean
+from treadle.tools.arguments import require_extra
 from treadle.tools.rewards.judge import Judge
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
 from treadle.tools.rewards.time_limited import TimeLimitedReward

@@ -58,11 +58,11 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit status."""
     from treadle.agent_loop import SetupError
+    from treadle.policy.client.group import PolicyError
     from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.config.load import ConfigError
     from treadle.trainer.hub import check_repository, push_model
     from treadle.trainer.launch.process import ProcessError
-    from treadle.trainer.policy.group import PolicyError
 
     args = _parser().parse_args(argv)
     try:
@@ -119,7 +119,7 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[AnyConfig, Checkpoint]":
 
 
 def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool) -> None:
-    from treadle.trainer.policy.hf_files import ADAPTER
+    from treadle.policy.client.hf_files import ADAPTER
 
     out.parent.mkdir(parents=True, exist_ok=True)
     building = out.with_name(f".{out.name}.writing")
@@ -138,12 +138,13 @@ def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter:
 async def _convert(
     config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool
 ) -> None:
-    from treadle.trainer.config.policy import ParallelConfig
+    from treadle.policy.client.commands import Load, SaveAdapter, SaveHf
+    from treadle.policy.client.group import PolicyGroup
+    from treadle.policy.config.policy import ParallelConfig
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.launch.local import LocalLauncher
+    from treadle.trainer.launch.policy_ranks import rank_starter
     from treadle.trainer.model_source import resolve_model
-    from treadle.trainer.policy.commands import Load, SaveAdapter, SaveHf
-    from treadle.trainer.policy.group import PolicyGroup
 
     base = await asyncio.to_thread(resolve_model, config.model.path)
     one = config.policy.model_copy(update={"parallel": ParallelConfig()})
@@ -152,12 +153,10 @@ async def _convert(
         launcher = await stack.enter_async_context(LocalLauncher(logs))
         policy = await stack.enter_async_context(
             PolicyGroup(
-                launcher,
+                rank_starter(launcher, threads=cpu_count()),
                 one,
                 base,
                 with_reference=False,
-                threads=cpu_count(),
-                gpus_per_rank=0.0,
                 start_deadline_s=config.launch.start_deadline_s,
             )
         )

@@ -83,11 +83,11 @@ def main(argv: Sequence[str]) -> int:
 
 def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
     from treadle.agent_loop import SetupError
+    from treadle.policy.client.group import PolicyError
     from treadle.trainer.checkpoint.run_directory import RunDirectoryError
     from treadle.trainer.data import DataError
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
-    from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.report import Summary, print_summary
     from treadle.trainer.sft.check import check_sft
     from treadle.trainer.sft.run import run_sft

@@ -148,12 +148,12 @@ def _user_errors() -> tuple[type[Exception], ...]:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    from treadle.trainer.algorithms.estimators import AdvantageError
+    from treadle.policy.algorithms.estimators import AdvantageError
+    from treadle.policy.weight_sync.errors import WeightSyncError
     from treadle.trainer.launch.process import ProcessError
     from treadle.trainer.rollout.outages import OutageError
     from treadle.trainer.rollout.server_pool import NoServerLeftError
     from treadle.trainer.training_loop.groups import NoGroupLeftError
-    from treadle.trainer.weight_sync.errors import WeightSyncError
 
     return (
         AdvantageError,
@@ -166,8 +166,8 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _train(loaded: LoadedConfig) -> int:
+    from treadle.policy.client.group import PolicyError
     from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
-    from treadle.trainer.policy.group import PolicyError
     from treadle.trainer.preflight import check_run
     from treadle.trainer.report import Summary, print_summary
     from treadle.trainer.training_loop.train import run_training

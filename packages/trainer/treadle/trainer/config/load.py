@@ -25,12 +25,12 @@ from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of,
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import VERL_NAMES, VERL_NOTED, AnyConfig, SftConfig
+from treadle.trainer.config.topology import derived_settings
 from treadle.trainer.config.verl.defaults import verl_keys
 from treadle.trainer.config.verl.reasons import reason
 from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
-from treadle.trainer.launch.topology import derived_settings
 from treadle.trainer.problems import Problems, SeveralProblems
 
 __all__ = [

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.config.weight_sync import FileTransportConfig, InlineTransportConfig
 from treadle.trainer.config.describe import value_listing
 from treadle.trainer.config.load import (
     ConfigError,
@@ -9,7 +10,6 @@ from treadle.trainer.config.load import (
     load_config,
     load_sft_config,
 )
-from treadle.trainer.config.schema import FileTransportConfig, InlineTransportConfig
 from treadle.trainer.demo import DEMO
 
 _LEAST = ("model.path=/models/m", "data.train_files=/data/train.jsonl")

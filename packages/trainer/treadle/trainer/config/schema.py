@@ -9,51 +9,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, JsonValue, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from treadle.agent_loop.parsers import PARSER_ALIASES, PARSER_NAMES
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.config.base import Section
-from treadle.trainer.config.critic import CriticConfig
-from treadle.trainer.config.policy import PolicyConfig
-from treadle.trainer.launch.topology import make_topology
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.base import Count, Seconds, Section
+from treadle.policy.config.critic import CriticConfig
+from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.trainer.config.launch import LaunchConfig, LocalLaunchConfig, RayLaunchConfig
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.topology import make_topology
 from treadle.trainer.loggers.named import ALWAYS, NAMED, same_short_name, unknown_logger
 
 __all__ = [
     "AgentConfig",
-    "AlgorithmConfig",
     "AnyRunConfig",
-    "CollectiveTransportConfig",
     "Config",
-    "CriticConfig",
     "DataConfig",
-    "FileTransportConfig",
-    "InFlight",
-    "InlineTransportConfig",
-    "LaunchConfig",
-    "LocalLaunchConfig",
     "ModelConfig",
-    "PolicyConfig",
-    "RayLaunchConfig",
     "RewardConfig",
-    "RolloutConfig",
     "RunDirConfig",
     "ScheduleConfig",
-    "SharedMemoryTransportConfig",
     "StepsConfig",
     "TracingConfig",
-    "ValidationSamplingConfig",
-    "WeightSyncConfig",
 ]
-
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=1)]
-InFlight = Literal["drain", "interrupt", "continue"]
-
-
-def _kind_alone(value: object) -> object:
-    """Reads `ray` as `{kind: ray}`, so that a variant without settings needs one word."""
-    return {"kind": value} if isinstance(value, str) else value
 
 
 class DataConfig(Section):
@@ -209,295 +189,6 @@ class AgentConfig(Section):
         return loops
 
 
-class ValidationSamplingConfig(Section):
-    """Sampling settings of validation; training's are in `rollout`."""
-
-    samples_per_prompt: Count = 1
-    """Trajectories per validation row; val/reward is the mean over all of them. Above 1, each data
-    source also has mean@n, best@k, worst@k and maj@k."""
-    temperature: Annotated[float, Field(ge=0)] = 0.0
-    """0: greedy."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling: cumulative probability of the tokens to sample from."""
-    top_k: Count | None = None
-    """Number of most likely tokens to sample from. Null: the whole vocabulary."""
-
-
-class RolloutConfig(Section):
-    """The rollout servers, and how training samples from them."""
-
-    name: Literal["fake", "torch", "vllm", "sglang"] = "torch"
-    """The inference engine. fake: deterministic and without a model, to try out a configuration."""
-    server_command: tuple[str, ...] = ()
-    """Program and leading arguments that start a server in its engine's own environment, such as
-    /opt/vllm/bin/treadle-rollout-server; the server does not see the trainer's Python. With Ray it
-    must be on every node. Empty: the trainer's interpreter, which must then have the engine."""
-    start_deadline_s: Seconds = 600.0
-    """Maximum time for a server to load its engine and model."""
-    num_replicas: Annotated[int, Field(ge=0)] = 1
-    """Number of rollout servers that the run starts; trajectories are spread over them. With
-    `addresses`, none unless it is set."""
-    addresses: tuple[str, ...] = ()
-    """host:port of rollout servers that someone else runs. The run samples on them and gives them
-    weights; it neither starts nor ends them. They must require the token of `token_file`, or none,
-    and use TLS if `tls_roots` is set. One that does not answer is waited for at the start, up to
-    `start_deadline_s`; one that dies is used again when it is back."""
-    samples_per_prompt: Count = 8
-    """Trajectories per row, that is the size of a GRPO group."""
-    temperature: Annotated[float, Field(gt=0)] = 1.0
-    """Sampling temperature in training; the policy is trained at the same temperature."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Nucleus sampling in training: cumulative probability of the tokens to sample from. Below 1,
-    and with top_k, the servers report log-probabilities of the truncated distribution;
-    `rollout/logprob_diff_*` shows how far that is from the trained policy."""
-    top_k: Count | None = None
-    """Number of most likely tokens to sample from in training. Null: the whole vocabulary."""
-    prompt_length: Count = 512
-    """Maximum number of tokens of a rendered prompt, including tool schemas."""
-    response_length: Count = 512
-    """Maximum number of tokens after the prompt, including tool results."""
-    max_in_flight: Count = 64
-    """Maximum number of completions that one server computes at a time."""
-    cache_tokens: Count | None = None
-    """Number of tokens that one server's prefix cache holds. A trajectory then waits until it fits
-    into the cache of a server with the trajectories already there, so that long ones do not evict
-    each other. Null: no trajectory waits."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Number format of the servers' weights, and of the weights pushed to them."""
-    threads: Count | None = None
-    """CPU threads per server. Null: all CPUs, divided by the number of replicas."""
-    tls_certificate: Path | None = None
-    """PEM file of a certificate that names the servers' hosts. Servers then use TLS for requests
-    and for weights. This file, `tls_key`, `tls_roots` and `token_file` must be on every node. Null:
-    on a Ray cluster the run makes certificates, and brings them to each node itself."""
-    tls_key: Path | None = None
-    """PEM file of the certificate's private key."""
-    tls_roots: Path | None = None
-    """PEM file of the root certificates that the certificate is checked against. Null: the
-    system's."""
-    tls_server_name: str | None = None
-    """Name in the servers' certificate, where it is not that of their hosts. Null: the host of each
-    address."""
-    token_file: Path | None = None
-    """File with the bearer token that the servers require in every call. Null: the run creates a
-    token, unless it uses TLS or `launch.allow_plaintext_on_network`."""
-    tensor_model_parallel_size: Count = 1
-    """Number of devices that one copy of the weights is split over, per server (vllm, sglang)."""
-    data_parallel_size: Count = 1
-    """Number of copies of the weights per server (vllm, sglang)."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Fraction of a GPU's memory for weights and KV cache (vllm, sglang). Null: the engine's
-    default."""
-    kv_cache_bytes: Count | None = None
-    """Size of the KV cache in bytes when there is no GPU (vllm, sglang). Null: the engine's
-    default."""
-    max_num_batched_tokens: Count | None = None
-    """Maximum number of tokens, including prompt tokens, per engine step (vllm, sglang). Null: the
-    engine's default."""
-    enforce_eager: bool = False
-    """Do not compile or capture CUDA graphs, for a faster start (vllm, sglang)."""
-    enable_prefix_caching: bool = True
-    """Reuse the KV cache of a prompt for the next turn and for prompts with the same prefix (vllm,
-    sglang; torch always does)."""
-    engine_args: Mapping[str, JsonValue] = {}
-    """Further engine arguments (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here sets;
-    the server rejects arguments that its engine does not have."""
-    release_memory: bool = False
-    """Release the servers' device memory while the policy trains, for a trainer on the same
-    devices: weights and KV cache are released after the rollout and restored before the next
-    one."""
-    multi_stage_wake_up: bool = False
-    """With release_memory: restore the weights, update them, and only then restore the KV cache, so
-    that the cache takes no memory during the update. False: restore both before the update."""
-    max_restarts: Annotated[int, Field(ge=0)] = 3
-    """Maximum number of restarts per run of servers that died, or were killed while they started.
-    After that the run continues with the remaining replicas, and fails when none remains, or when
-    one that is killed has never served."""
-    unresponsive_s: Seconds = 60.0
-    """If no server answers, the run waits this long for one; then they count as dead, are ended and
-    started again. So long a loop worker, their router or a server of someone else may be silent,
-    too, before it counts as dead."""
-    val: ValidationSamplingConfig = ValidationSamplingConfig()
-    """Sampling settings of validation."""
-
-    @property
-    def context_length(self) -> int:
-        """Maximum number of tokens of a trajectory, prompt included."""
-        return self.prompt_length + self.response_length
-
-    @model_validator(mode="before")
-    @classmethod
-    def _addresses_replace_replicas(cls, given: object) -> object:
-        if isinstance(given, Mapping) and given.get("addresses") and "num_replicas" not in given:
-            return {**given, "num_replicas": 0}
-        return given
-
-    @model_validator(mode="after")
-    def _has_servers(self) -> Self:
-        for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-                raise ValueError(f"addresses has {address!r}, which is not host:port")
-        if len(set(self.addresses)) < len(self.addresses):
-            raise ValueError(f"addresses={list(self.addresses)} has one of them twice")
-        if not self.addresses and not self.num_replicas:
-            raise ValueError("num_replicas=0 leaves no server: set addresses, or at least 1")
-        if not self.addresses:
-            return self
-        if self.release_memory:
-            raise ValueError(
-                f"release_memory=true lends the servers' devices to the policy, and addresses="
-                f"{list(self.addresses)} are servers of someone else: set release_memory=false"
-            )
-        if self.num_replicas and self.token_file is None and self.tls_certificate is None:
-            raise ValueError(
-                f"num_replicas={self.num_replicas} servers are started beside addresses="
-                f"{list(self.addresses)}, and all must require one token: set token_file"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _certificate_has_its_key(self) -> Self:
-        if (self.tls_certificate is None) != (self.tls_key is None):
-            raise ValueError(
-                f"tls_certificate={self.tls_certificate} and tls_key={self.tls_key} belong "
-                "together: set both or neither"
-            )
-        starts_plain = self.num_replicas and self.tls_certificate is None
-        if self.tls_server_name is not None and self.tls_certificate is self.tls_roots is None:
-            raise ValueError(
-                f"tls_server_name={self.tls_server_name} is a name in a certificate, and neither "
-                "tls_certificate nor tls_roots is set"
-            )
-        if self.tls_roots is not None and starts_plain:
-            raise ValueError(
-                f"tls_roots={self.tls_roots} checks a certificate, and tls_certificate is null"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _wakes_up_from_something(self) -> Self:
-        if self.multi_stage_wake_up and not self.release_memory:
-            raise ValueError(
-                "multi_stage_wake_up=true needs released memory, and release_memory=false: set "
-                "rollout.release_memory=true"
-            )
-        return self
-
-
-class InlineTransportConfig(Section):
-    """Weights are sent in the gRPC stream. For small models and servers on other hosts."""
-
-    kind: Literal["inline"] = "inline"
-    chunk_bytes: Annotated[int, Field(ge=4096, le=4_000_000)] = 1 << 20
-    """Bytes per message; a server may request less."""
-
-
-class FileTransportConfig(Section):
-    """Weights are written to safetensors files that the servers can read."""
-
-    kind: Literal["file"] = "file"
-    directory: Path | None = None
-    """Directory of the files; servers read nothing outside it. Null: in the run directory."""
-
-
-class SharedMemoryTransportConfig(Section):
-    """Policy ranks and servers of one host share memory; the fastest transport there."""
-
-    kind: Literal["shared_memory"] = "shared_memory"
-    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 16 << 20
-    """Maximum bytes of a bucket, unless a single weight is larger. Two buckets are held by each
-    sending rank with shared_memory (default 16 MiB), by each member of the group with collective
-    (256 MiB). In shared memory a larger weight is split, except for vLLM and SGLang in place, which
-    need it whole."""
-
-
-class CollectiveTransportConfig(Section):
-    """Weights are broadcast in a torch.distributed group, in place; for GPUs and many servers."""
-
-    kind: Literal["collective"] = "collective"
-    backend: Literal["gloo", "nccl"] = "gloo"
-    """gloo: through host memory, on any machine. nccl: from GPU to GPU; each policy rank and each
-    worker of a server must have its own GPU. Neither encrypts."""
-    bucket_bytes: Annotated[int, Field(ge=1 << 16)] = 1 << 28
-    """Maximum bytes of a bucket, unless a single weight is larger. Two buckets are held by each
-    sending rank with shared_memory (default 16 MiB), by each member of the group with collective
-    (256 MiB). In shared memory a larger weight is split, except for vLLM and SGLang in place, which
-    need it whole."""
-    timeout_s: Annotated[float, Field(gt=0, le=300)] = 60.0
-    """Maximum time to wait for all members to join, and for each broadcast. After that the update
-    starts again without the servers that are gone."""
-    allow_plaintext: bool = False
-    """Let weights travel between hosts, where the group is not encrypted. What else goes to the
-    servers keeps its TLS."""
-
-
-class DeltaConfig(Section):
-    """Sends only the elements that changed since the previous version."""
-
-    enabled: bool = False
-    """Each policy rank then keeps a copy of its weights in host memory, and each server a copy of
-    all weights. A server without the previous version gets everything. Works with the transports
-    inline and file, not in place."""
-    full_every: Count = 50
-    """Maximum number of consecutive deltas; then all servers get everything once."""
-
-
-class WeightSyncConfig(Section):
-    """How new weights reach the rollout servers."""
-
-    transport: Annotated[
-        Annotated[
-            InlineTransportConfig
-            | FileTransportConfig
-            | SharedMemoryTransportConfig
-            | CollectiveTransportConfig,
-            Field(discriminator="kind"),
-        ],
-        BeforeValidator(_kind_alone),
-    ] = InlineTransportConfig()
-    """How the bytes are transferred."""
-    in_place: bool = False
-    """Overwrite the servers' weights one by one as they arrive, instead of holding a second copy
-    until all are there. in_flight then applies from the first byte on, and a server whose update
-    fails samples nothing until a later update succeeds."""
-    in_flight: InFlight = "drain"
-    """What to do with in-flight completions when new weights arrive. drain: they finish first, on
-    the old weights. interrupt: they stop, and are sent again with the tokens sampled so far.
-    continue: they pause and continue with the new weights, if the engine supports it. In all cases
-    each token is labelled with the version of the weights that sampled it."""
-    delta: DeltaConfig = DeltaConfig()
-    """Sends only the elements that changed."""
-    lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """A server drops an update after this time without a message from the trainer."""
-    control_deadline_s: Seconds = 10.0
-    """Deadline of the calls Begin, Get and Abort."""
-    push_deadline_s: Seconds = 30.0
-    """Deadline of one Push; one second per 50 MB is added."""
-    commit_deadline_s: Seconds = 120.0
-    """Deadline of Commit, which includes what in_flight does with in-flight completions."""
-    max_push_attempts: Count = 3
-    """Maximum attempts to push one update to one server; a broken push resumes where it stopped.
-    Also the maximum attempts of Begin and Commit when their answer is lost."""
-
-    @property
-    def updates_in_place(self) -> bool:
-        """Whether servers overwrite their weights as new ones come."""
-        return self.in_place or isinstance(self.transport, CollectiveTransportConfig)
-
-    @model_validator(mode="after")
-    def _delta_fits(self) -> Self:
-        fits = isinstance(self.transport, InlineTransportConfig | FileTransportConfig)
-        if self.delta.enabled and (self.in_place or not fits):
-            raise ValueError(
-                "sync.delta.enabled goes with sync.transport.kind=inline or file, and with "
-                f"sync.in_place=false, not with {self.transport.kind} and in_place="
-                f"{self.in_place}: on one host, shared_memory sends everything faster than a "
-                "delta is made"
-            )
-        return self
-
-
 class StepsConfig(Section):
     """The number of steps, validation and checkpoints, of every kind of run."""
 
@@ -549,74 +240,6 @@ class ScheduleConfig(StepsConfig):
                     f" or leave {name} out"
                 )
         return self
-
-
-class _LaunchConfig(Section):
-    policy_threads: Count | None = None
-    """CPU threads per policy rank. Null: all CPUs, divided by the number of ranks; training and
-    rollout take turns, so policy and servers share them."""
-    start_deadline_s: Seconds = 300.0
-    """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
-    max_failures: Annotated[int, Field(ge=0)] = 0
-    """Number of times that the run resumes by itself from its latest checkpoint because a policy
-    rank or its node is lost, counted from each checkpoint on; it needs schedule.save_every. What
-    a rank raises by itself, and errors of the input, end the run."""
-    nodes: Count = 1
-    """Number of machines whose GPUs the run uses. Above 1, Ray places the processes."""
-    gpus_per_node: Annotated[int, Field(ge=0)] = 0
-    """Number of GPUs of each machine that the run uses; every process then has its own. Where they
-    are not set, policy.parallel.data, rollout.num_replicas, rollout.max_in_flight (what a step
-    needs of a server, at most 1024), rollout.release_memory and policy.offload follow from it, and
-    both dtypes are bfloat16. 0: GPUs are not assigned."""
-    placement: Literal["colocated", "separate"] = "colocated"
-    """With gpus_per_node. colocated: policy and servers use all GPUs, in turn with
-    rollout.release_memory and at once without. separate: each has its own; set policy.parallel.data
-    or rollout.num_replicas, and the other follows."""
-
-
-class LocalLaunchConfig(_LaunchConfig):
-    """All processes run on this machine."""
-
-    kind: Literal["local"] = "local"
-
-    @model_validator(mode="after")
-    def _one_machine(self) -> Self:
-        if self.nodes > 1:
-            raise ValueError(f"nodes={self.nodes} needs launch.kind=ray, and launch.kind is local")
-        return self
-
-
-class RayLaunchConfig(_LaunchConfig):
-    """Ray places the processes; it carries neither tokens nor weights."""
-
-    kind: Literal["ray"] = "ray"
-    address: str | None = None
-    """Address of a running cluster, or `auto`. Null: start Ray on this machine."""
-    cpus_per_process: Annotated[float, Field(gt=0)] = 1.0
-    """CPUs reserved per process."""
-    gpus_per_policy_rank: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs reserved per policy rank."""
-    gpus_per_replica: Annotated[float, Field(ge=0)] = 0.0
-    """GPUs reserved per rollout server."""
-    allow_plaintext_on_network: bool = False
-    """Leave out TLS and tokens between hosts. Anyone in that network can then use the servers. By
-    default a run with `address` makes certificates for its processes."""
-
-    @model_validator(mode="after")
-    def _gpus_are_counted_once(self) -> Self:
-        if self.gpus_per_node and (self.gpus_per_policy_rank or self.gpus_per_replica):
-            raise ValueError(
-                f"gpus_per_node={self.gpus_per_node} gives each process its GPUs, so "
-                f"gpus_per_policy_rank={self.gpus_per_policy_rank:g} and "
-                f"gpus_per_replica={self.gpus_per_replica:g} must be 0: set one or the other"
-            )
-        return self
-
-
-LaunchConfig = Annotated[
-    Annotated[LocalLaunchConfig | RayLaunchConfig, Field(discriminator="kind")],
-    BeforeValidator(_kind_alone),
-]
 
 
 def check_max_failures(launch: LocalLaunchConfig | RayLaunchConfig, schedule: StepsConfig) -> None:
@@ -817,7 +440,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _processes_have_gpus(self) -> Self:
-        make_topology(self)
+        make_topology(self.launch, self.policy, self.rollout)
         return self
 
     @model_validator(mode="after")

@@ -12,19 +12,17 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from treadle.agent_loop.parsers import PARSER_NAMES
-from treadle.trainer.config.base import Section
-from treadle.trainer.config.policy import PolicyConfig
+from treadle.policy.config.base import Count, Section
+from treadle.policy.config.policy import PolicyConfig
+from treadle.trainer.config.launch import LaunchConfig, LocalLaunchConfig
 from treadle.trainer.config.schema import (
     AnyRunConfig,
     Config,
-    Count,
-    LaunchConfig,
-    LocalLaunchConfig,
     ModelConfig,
     StepsConfig,
     check_max_failures,
 )
-from treadle.trainer.launch.topology import make_topology
+from treadle.trainer.config.topology import make_topology
 
 __all__ = ["VERL_NAMES", "VERL_NOTED", "AnyConfig", "SftConfig"]
 
@@ -152,7 +150,7 @@ class SftConfig(Section):
 
     @model_validator(mode="after")
     def _processes_have_gpus(self) -> Self:
-        make_topology(self)
+        make_topology(self.launch, self.policy)
         return self
 
     @model_validator(mode="after")

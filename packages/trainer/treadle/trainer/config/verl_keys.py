@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from treadle.policy.config.policy import TARGETS, OptimizerConfig
 from treadle.trainer.config.keys import leaf_of
-from treadle.trainer.config.policy import TARGETS, OptimizerConfig
 from treadle.trainer.config.schema import DataConfig
 from treadle.trainer.config.verl.defaults import above, has_default, verl_defaults
 from treadle.trainer.config.verl.reasons import reason

@@ -2,10 +2,10 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.config.policy import TARGETS
 from treadle.trainer.config import verl_keys, verl_table
 from treadle.trainer.config.keys import all_leaves
 from treadle.trainer.config.load import ConfigError, LoadedConfig, load_config
-from treadle.trainer.config.policy import TARGETS
 
 # The arguments of a published verl command line for multi-turn GRPO, with the one value that asks
 # for what is not part of this release replaced.

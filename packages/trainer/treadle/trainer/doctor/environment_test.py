@@ -155,13 +155,17 @@ def test_another_environment_is_activated_than_the_one_that_runs(tmp_path: Path)
     assert check_virtual_environment({}).level is Level.OK
 
 
-def test_the_versions_are_those_that_the_package_requires() -> None:
-    file = Path(__file__).resolve().parents[3] / "pyproject.toml"
-    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+def test_the_versions_are_those_that_the_packages_require() -> None:
+    packages = Path(__file__).resolve().parents[4]
     wanted = {}
-    for text in project["dependencies"]:
-        name, version = re.fullmatch(r"([\w-]+)[^=~>]*[=~>]=(.*)", text).groups()  # type: ignore[union-attr]
-        wanted[name] = version
+    for package in ("policy", "trainer"):
+        file = packages / package / "pyproject.toml"
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        extra = project["optional-dependencies"].get("megatron", [])
+        for text in (*project["dependencies"], *extra):
+            found = re.fullmatch(r"([\w-]+)[^=~>]*[=~>]=(.*)", text)
+            assert found is not None, text
+            wanted[found[1]] = found[2]
     for name, version in {**LEAST, **EXACT}.items():
         assert wanted[name] == version, name
 

@@ -5,30 +5,15 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
-
 __all__ = [
     "child_environment",
     "cpu_count",
     "foreign_environment",
-    "read_authkey",
     "thread_variables",
 ]
 
 _OF_PYTHON = ("PYTHON", "PEX_", "VIRTUAL_ENV", "CONDA_", "__PYVENV_LAUNCHER__")
 _KEPT = frozenset({"PEX_ROOT"})  # where any pex unpacks itself; does not change imports
-
-
-def read_authkey() -> bytes:
-    """Returns the key of the connections between driver and ranks, which the driver sets.
-
-    Raises:
-        RuntimeError: The process was not started by a driver.
-    """
-    key = os.environ.get(AUTHKEY_VARIABLE)
-    if not key:
-        raise RuntimeError(f"{AUTHKEY_VARIABLE} is not set: only the trainer starts policy ranks")
-    return bytes.fromhex(key)
 
 
 def cpu_count() -> int:

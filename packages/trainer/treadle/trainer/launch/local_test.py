@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.client.process import wait_until_ended
+from treadle.trainer.config.topology import Devices
 from treadle.trainer.launch.local import LocalLauncher, describe_exit
 from treadle.trainer.launch.process import (
     LostProcessError,
     ProcessError,
     ProcessSpec,
     child_python_path,
-    wait_until_ended,
 )
-from treadle.trainer.launch.topology import Devices
 
 _LONG_S = 150.0
 """Longer than the process of a test takes to start."""
@@ -24,7 +24,7 @@ _LONG_S = 150.0
 _PROGRAM = """
 import argparse, signal, sys
 from pathlib import Path
-from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.agent_loop.child_process import watch_parent, write_ready
 parser = argparse.ArgumentParser()
 parser.add_argument("--parent_pid", type=int)
 parser.add_argument("--ready_file", type=Path)

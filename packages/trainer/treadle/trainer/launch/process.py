@@ -1,7 +1,7 @@
 """Processes: one program of the run, started by a launcher on this machine or another.
 
 Invariant: a process never outlives the one that started it. Every program is started with
-`--parent_pid N`, watches that process with `watch_parent`, and exits when it is gone. Closing a
+`--parent_pid N` and exits when that process is gone (`treadle.agent_loop.child_process`). Closing a
 launcher ends what is left. The program prints to `<name>.log`, whose last lines are part of every
 error about it.
 
@@ -9,20 +9,15 @@ A program that serves others writes `{"address": "host:port", "pid": n}` to its 
 rename. `Process.ready` waits for that file, or for the end of the process.
 """
 
-import asyncio
-import json
 import os
-import select
 import sys
 import sysconfig
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, Protocol, Self
 
-from treadle.trainer.launch.run_tls import RunTls
-from treadle.trainer.launch.topology import Devices
+from treadle.policy.rank.run_tls import RunTls
+from treadle.trainer.config.topology import Devices
 
 __all__ = [
     "Launcher",
@@ -31,9 +26,6 @@ __all__ = [
     "ProcessError",
     "ProcessSpec",
     "child_python_path",
-    "wait_until_ended",
-    "watch_parent",
-    "write_ready",
 ]
 
 
@@ -145,15 +137,6 @@ class Launcher(Protocol):
         ...
 
 
-async def wait_until_ended(process: Process, within_s: float) -> int | None:
-    """Returns the exit status of a process, or None if it still runs after `within_s` seconds."""
-    try:
-        async with asyncio.timeout(within_s):
-            return await process.wait()
-    except TimeoutError:
-        return None
-
-
 def child_python_path() -> str:
     """Returns the PYTHONPATH with which a child imports what this process imports.
 
@@ -168,29 +151,3 @@ def child_python_path() -> str:
         if not of_python and os.path.exists(path) and path not in entries:
             entries.append(path)
     return os.pathsep.join(entries)
-
-
-def watch_parent(parent_pid: int) -> None:
-    """Ends this process at once when the process `parent_pid` is gone.
-
-    It does not clean up, since the reader of any result is gone too.
-    """
-
-    def wait() -> None:
-        try:
-            handle = os.pidfd_open(parent_pid)
-        except ProcessLookupError:
-            os._exit(1)
-        poller = select.poll()
-        poller.register(handle, select.POLLIN)
-        poller.poll()
-        os._exit(1)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
-
-
-def write_ready(path: Path, address: str) -> None:
-    """Announces that this process can be reached at `address`; the file appears complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}), encoding="utf-8")
-    partial.replace(path)

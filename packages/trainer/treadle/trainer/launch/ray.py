@@ -35,7 +35,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from treadle.trainer.config.schema import RayLaunchConfig
+from treadle.policy.rank.run_tls import RunTls
+from treadle.trainer.config.launch import RayLaunchConfig
 from treadle.trainer.launch.local import KILLED_S, LocalProcess, describe_exit, read_tail
 from treadle.trainer.launch.process import (
     LostProcessError,
@@ -43,7 +44,7 @@ from treadle.trainer.launch.process import (
     ProcessSpec,
     child_python_path,
 )
-from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
+from treadle.trainer.launch.run_tls import run_tls, write_private
 
 __all__ = ["RayLauncher", "RayProcess", "gpus_of_nodes"]
 

@@ -14,27 +14,19 @@ from typing import Any
 import pytest
 import ray
 
-from treadle.trainer.config.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RayLaunchConfig,
-    RolloutConfig,
-)
-from treadle.trainer.launch.process import (
-    LostProcessError,
-    ProcessError,
-    ProcessSpec,
-    wait_until_ended,
-)
+from treadle.policy.client.process import wait_until_ended
+from treadle.trainer.config.launch import RayLaunchConfig
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
+from treadle.trainer.config.topology import Devices
+from treadle.trainer.launch.process import LostProcessError, ProcessError, ProcessSpec
 from treadle.trainer.launch.ray import RayLauncher, gpus_of_nodes
-from treadle.trainer.launch.topology import Devices
 from treadle.trainer.rollout.server_pool import ServerPool
 
 _PROGRAM = """
 import argparse, os, signal, sys
 from pathlib import Path
-from treadle.trainer.launch.process import watch_parent, write_ready
+from treadle.agent_loop.child_process import watch_parent, write_ready
 parser = argparse.ArgumentParser()
 parser.add_argument("--parent_pid", type=int)
 parser.add_argument("--ready_file", type=Path)

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from treadle.policy.client.group import PolicyError
 from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.launch.process import LostProcessError
-from treadle.trainer.policy.group import PolicyError
 
 __all__ = ["loss_notes", "run_resuming", "settings_to_resume"]
 

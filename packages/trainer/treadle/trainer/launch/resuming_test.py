@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.client.group import PolicyError
 from treadle.trainer.launch.process import LostProcessError
 from treadle.trainer.launch.resuming import loss_notes, run_resuming
-from treadle.trainer.policy.group import PolicyError
 
 _LOST = PolicyError("policy rank 1 was ended by SIGKILL", lost=True)
 

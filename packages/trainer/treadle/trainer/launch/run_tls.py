@@ -13,64 +13,16 @@ them afterwards.
 import datetime
 import os
 import platform
-import ssl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SERVER_NAME", "RunTls", "run_tls", "write_private"]
+from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
 
-SERVER_NAME = "run.treadle.internal"
-"""The name in the certificate of every process of a run."""
+__all__ = ["run_tls", "write_private"]
+
 _DAY = datetime.timedelta(days=1)
 _VALID = 3650 * _DAY  # longer than any run: the files end with it
-
-
-@dataclass(frozen=True, slots=True)
-class RunTls:
-    """The files of a run's certificates; picklable.
-
-    Attributes:
-        directory: Absolute; the same path on every node.
-    """
-
-    directory: Path
-
-    @property
-    def certificate(self) -> Path:
-        """PEM file of the certificate of every process."""
-        return self.directory / "certificate.pem"
-
-    @property
-    def key(self) -> Path:
-        """PEM file of its private key."""
-        return self.directory / "key.pem"
-
-    @property
-    def roots(self) -> Path:
-        """PEM file of the authority's certificate."""
-        return self.directory / "roots.pem"
-
-    def read(self) -> Mapping[Path, bytes]:
-        """Returns the content of each file of the directory, by its path."""
-        return {path: path.read_bytes() for path in sorted(self.directory.glob("[!.]*"))}
-
-    def server_context(self) -> ssl.SSLContext:
-        """Returns how a process of the run accepts connections: from the run's processes only."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.verify_mode = ssl.CERT_REQUIRED
-        return self._with_files(context)
-
-    def client_context(self) -> ssl.SSLContext:
-        """Returns how a process of the run connects to another one, under `SERVER_NAME`."""
-        return self._with_files(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
-
-    def _with_files(self, context: ssl.SSLContext) -> ssl.SSLContext:
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.roots)
-        return context
 
 
 @contextmanager

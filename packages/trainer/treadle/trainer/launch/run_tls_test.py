@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.trainer.launch.run_tls import SERVER_NAME, RunTls, run_tls, write_private
+from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.trainer.launch.run_tls import run_tls, write_private
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.rank.run_tls import RunTls
+from treadle.policy.rank.tls_connection import TlsConnection, accepted, connected
 from treadle.trainer.launch.process import child_python_path
-from treadle.trainer.launch.run_tls import RunTls, run_tls
-from treadle.trainer.launch.tls_connection import TlsConnection, accepted, connected
+from treadle.trainer.launch.run_tls import run_tls
 
 _LARGE = os.urandom(3 << 20)
 
@@ -71,8 +72,8 @@ def test_what_was_said_last_arrives_before_the_end(tls: RunTls) -> None:
 def test_a_process_that_dies_ends_the_connection(tls: RunTls) -> None:
     program = (
         "import signal, sys; from multiprocessing.connection import Listener; from pathlib import"
-        " Path; from treadle.trainer.launch.run_tls import RunTls; from"
-        " treadle.trainer.launch.tls_connection import accepted\n"
+        " Path; from treadle.policy.rank.run_tls import RunTls; from"
+        " treadle.policy.rank.tls_connection import accepted\n"
         "listener = Listener(('127.0.0.1', 0)); print(listener.address[1], flush=True)\n"
         "connection = accepted(listener.accept(), RunTls(Path(sys.argv[1])).server_context())\n"
         "connection.send('here'); signal.pause()"

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import LoopRegistry, RewardFn, SetupError
+from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.config.algorithm import LOSS_NAMES
 from treadle.trainer.checkpoint.begin_or_resume import (
     ResumePoint,
     check_run_directory,
     check_steps_left,
 )
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-from treadle.trainer.config.algorithm import LOSS_NAMES
 from treadle.trainer.config.load import MissingSettings
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
@@ -54,7 +55,6 @@ from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
-from treadle.trainer.policy.megatron.vision.shape import NAMING
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.devices import ask_cluster, check_gpus, device_rows
 from treadle.trainer.preflight.model_checks import (
@@ -88,7 +88,7 @@ from treadle.trainer.tracing.backends import check_tracing
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
-    from treadle.trainer.policy.megatron.architecture import Architecture
+    from treadle.policy.backends.megatron.architecture import Architecture
 
 __all__ = ["CheckedRun", "check_run"]
 
@@ -222,7 +222,7 @@ class _Checks:
         if config.algorithm.loss not in LOSS_NAMES:
             with self._check():
                 # Needs torch, which a loss of the user's own needs too.
-                from treadle.trainer.algorithms.choose_loss import check_loss
+                from treadle.policy.algorithms.choose_loss import check_loss
 
                 check_loss(config.algorithm)
         if own.reward is None:

@@ -9,17 +9,17 @@ from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
+from treadle.policy.backends.megatron.memory import estimate_memory, rank_memory
+from treadle.policy.config.policy import LoraConfig
 from treadle.tools.rewards import name_for_source
-from treadle.trainer.config.policy import LoraConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt
 from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.own_code import OwnCode
-from treadle.trainer.policy.megatron.memory import estimate_memory, rank_memory
 
 if TYPE_CHECKING:
-    from treadle.trainer.policy.megatron.architecture import Architecture
-    from treadle.trainer.policy.megatron.memory import RankMemory
+    from treadle.policy.backends.megatron.architecture import Architecture
+    from treadle.policy.backends.megatron.memory import RankMemory
 
 __all__ = ["describe", "memory_line", "size_in_words"]
 

@@ -1,6 +1,6 @@
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO, MODELS
-from treadle.trainer.policy.megatron.architecture import Architecture
 from treadle.trainer.preflight.describe import memory_line
 
 

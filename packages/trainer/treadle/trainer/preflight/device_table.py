@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from treadle.trainer.launch.topology import Devices, Topology
+from treadle.trainer.config.topology import Devices, Topology
 
 __all__ = ["Block", "aligned", "blocks"]
 

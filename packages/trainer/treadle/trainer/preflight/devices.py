@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING
 
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.config.topology import make_topology
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.gpus import Gpu, find_gpus
 from treadle.trainer.launch.process import ProcessError
-from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.preflight.describe import size_in_words
 from treadle.trainer.preflight.device_table import Block, aligned, blocks
 
 if TYPE_CHECKING:
-    from treadle.trainer.policy.megatron.architecture import Architecture
-    from treadle.trainer.policy.megatron.memory import RankMemory
+    from treadle.policy.backends.megatron.architecture import Architecture
+    from treadle.policy.backends.megatron.memory import RankMemory
 
 __all__ = ["ask_cluster", "check_gpus", "device_rows", "found_gpus", "topology_rows"]
 
@@ -108,7 +108,7 @@ def device_rows(
         found: The GPUs of this machine.
         cluster: What `ask_cluster` returned.
     """
-    topology = make_topology(config)
+    topology = make_topology(config.launch, config.policy, config.rollout)
     if topology is None:
         return
     if config.launch.placement == "separate":
@@ -141,7 +141,8 @@ def topology_rows(config: AnyConfig) -> Iterator[tuple[str, str]]:
     Args:
         config: The run's configuration.
     """
-    topology = make_topology(config)
+    rollout = config.rollout if isinstance(config, Config) else None
+    topology = make_topology(config.launch, config.policy, rollout)
     if topology is None:
         return
     yield _total(config)

@@ -3,14 +3,14 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from treadle.policy.backends.megatron.architecture import Architecture
+from treadle.policy.backends.megatron.memory import RankMemory
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.launch.process import ProcessError
-from treadle.trainer.policy.megatron.architecture import Architecture
-from treadle.trainer.policy.megatron.memory import RankMemory
 from treadle.trainer.preflight import devices
 from treadle.trainer.preflight.devices import ask_cluster, check_gpus, device_rows
 

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.config.policy import ParallelConfig, PolicyConfig
-from treadle.trainer.config.schema import Config
-from treadle.trainer.data.load_data import read_model_config
-from treadle.trainer.hub import is_model_id
-from treadle.trainer.model_source import resolve_model
-from treadle.trainer.policy.hf_files import missing_weights
-from treadle.trainer.policy.megatron.architecture import (
+from treadle.policy.backends.megatron.architecture import (
     MODEL_TYPES,
     Architecture,
     UnsupportedModelError,
 )
-from treadle.trainer.policy.megatron.experts.check import split_problems, training_problems
-from treadle.trainer.policy.megatron.vision.shape import NAMING
+from treadle.policy.backends.megatron.experts.check import split_problems, training_problems
+from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.client.hf_files import missing_weights
+from treadle.policy.config.policy import ParallelConfig, PolicyConfig
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data.load_data import read_model_config
+from treadle.trainer.hub import is_model_id
+from treadle.trainer.model_source import resolve_model
 from treadle.trainer.problems import Problems
 
 if TYPE_CHECKING:

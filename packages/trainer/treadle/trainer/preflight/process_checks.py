@@ -4,7 +4,7 @@ import importlib.util
 import socket
 
 from treadle.agent_loop.loopback import is_loopback
-from treadle.trainer.algorithms.estimators import find_estimator
+from treadle.policy.algorithms.estimators import find_estimator
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError

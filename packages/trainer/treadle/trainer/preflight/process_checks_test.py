@@ -7,7 +7,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.own_code import NOTHING, OwnCode
-from treadle.trainer.preflight.process_checks import check_workers
+from treadle.trainer.preflight.process_checks import check_estimator, check_workers
 
 
 def _config(workers: int) -> Config:
@@ -27,3 +27,16 @@ def test_objects_of_a_script_cannot_reach_workers() -> None:
     check_workers(_config(2), NOTHING)
     with pytest.raises(ConfigError, match=r"agent.num_workers=2 .* the reward, the tool 'lookup'"):
         check_workers(_config(2), own)
+
+
+def test_a_row_needs_trajectories_to_compare() -> None:
+    config = Config.model_validate(
+        {
+            "model": {"path": "/m"},
+            "data": {"train_files": ["/t.jsonl"]},
+            "algorithm": {"advantage": "maxrl"},
+            "rollout": {"samples_per_prompt": 1},
+        }
+    )
+    with pytest.raises(Exception, match=r"maxrl compares .*samples_per_prompt=1: set at least 2"):
+        check_estimator(config)

@@ -19,7 +19,7 @@ from treadle.agent_loop.rpc import (
 )
 from treadle.trainer.config.schema import Config
 from treadle.trainer.rollout.server_pool import Routes
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_security import server_security
 
 __all__ = ["AttachedServer"]
 
@@ -62,7 +62,7 @@ class AttachedServer:
             connect(
                 [self._address],
                 requirements=requirements,
-                security=ServerSecurity.of(rollout).read(),
+                security=server_security(rollout).read(),
                 policy=StickySession(cache_tokens=rollout.cache_tokens),
                 deadlines=RpcDeadlines(connect_s=self._CONNECT_S),
             )

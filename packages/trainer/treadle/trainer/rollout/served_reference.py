@@ -23,11 +23,11 @@ from treadle.agent_loop import FloatArray, RequestContext, SamplingParams, Setup
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, RpcDeadlines, connect
 from treadle.trainer.config.schema import Config
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_security import server_security
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
-    from treadle.trainer.policy.types import TrainSequence
+    from treadle.policy.client.types import TrainSequence
 
 __all__ = ["ServedReference", "check_served_reference", "connect_reference"]
 
@@ -105,7 +105,7 @@ async def connect_reference(config: Config, renderer: HfRenderer) -> AsyncIterat
                 connect(
                     addresses,
                     requirements=needs,
-                    security=ServerSecurity.of(config.rollout).read(),
+                    security=server_security(config.rollout).read(),
                     deadlines=_DEADLINES,
                     client="treadle-trainer",
                 )

@@ -37,15 +37,15 @@ from typing import ClassVar, Self
 from treadle.agent_loop import SetupError, StickySession
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import ChannelSecurity, GrpcTokenGenerator, Requirements, connect
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.publisher import PublishReport
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, GetServerInfoResponse
 from treadle.trainer.config.schema import Config
+from treadle.trainer.config.topology import make_topology
 from treadle.trainer.launch.process import Launcher, LostProcessError, Process, ProcessError
-from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.rollout.server_process import server_spec
-from treadle.trainer.rollout.server_security import ServerSecurity
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
-from treadle.trainer.weight_sync.publisher import PublishReport
+from treadle.trainer.rollout.server_security import server_security
 
 __all__ = [
     "NoServerLeftError",
@@ -177,7 +177,7 @@ class ServerPool:
         self._publish = publish
         self._weights_directory = weights_directory
         self._traces = traces
-        topology = make_topology(config)
+        topology = make_topology(config.launch, config.policy, config.rollout)
         servers = () if topology is None else topology.servers
         self._devices = {f"rollout-{number}": devices for number, devices in enumerate(servers)}
         self._weight_version = 0
@@ -916,7 +916,7 @@ class ServerPool:
 
     @property
     def _security(self) -> ChannelSecurity:
-        return ServerSecurity.of(self._config.rollout).read()
+        return server_security(self._config.rollout).read()
 
     async def _route_to_new(self) -> None:
         """Adds the servers of the rotation that the generator does not know yet."""

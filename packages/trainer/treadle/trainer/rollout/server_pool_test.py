@@ -14,9 +14,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc import ChannelSecurity, Requirements
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.rollout.v1.server_service_pb2 import SERVER_STATE_FAILED, SERVER_STATE_SERVING
 from treadle.trainer.config.load import load_config
-from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, RolloutConfig
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
 from treadle.trainer.launch.local import LocalLauncher, describe_exit
 from treadle.trainer.launch.process import (
     Launcher,
@@ -32,8 +35,6 @@ from treadle.trainer.rollout.server_pool import (
     ServerPool,
     required_capabilities,
 )
-from treadle.trainer.weight_sync.client import WeightSyncClient
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
 
 
 @dataclass

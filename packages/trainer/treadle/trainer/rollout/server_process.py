@@ -17,17 +17,14 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
+from treadle.policy.config.weight_sync import CollectiveTransportConfig, FileTransportConfig
 from treadle.tracing.sinks.otlp_address import resolved_url
-from treadle.trainer.config.schema import (
-    CollectiveTransportConfig,
-    Config,
-    FileTransportConfig,
-    RolloutConfig,
-)
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.topology import Devices
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
 from treadle.trainer.launch.process import ProcessSpec
-from treadle.trainer.launch.topology import Devices
 from treadle.trainer.rollout.server_security import needs_own_token
 
 __all__ = [

@@ -6,13 +6,8 @@ from typing import Any
 import pytest
 
 from treadle.trainer.config.load import ConfigError
-from treadle.trainer.config.schema import (
-    Config,
-    DataConfig,
-    ModelConfig,
-    RolloutConfig,
-    TracingConfig,
-)
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, TracingConfig
 from treadle.trainer.rollout.server_process import (
     ask_server_command,
     check_engine_settings,

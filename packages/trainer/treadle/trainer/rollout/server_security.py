@@ -9,62 +9,28 @@ there by its launcher.
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
-from treadle.trainer.config.schema import Config, RolloutConfig
-from treadle.trainer.launch.run_tls import SERVER_NAME, RunTls, write_private
+from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.policy.weight_sync.server_security import ServerSecurity
+from treadle.trainer.config.rollout import RolloutConfig
+from treadle.trainer.config.schema import Config
+from treadle.trainer.launch.run_tls import write_private
 
-if TYPE_CHECKING:
-    from treadle.agent_loop.rpc import ChannelSecurity
-
-__all__ = ["TOKEN_FILE", "ServerSecurity", "needs_own_token", "with_own_secrets"]
+__all__ = ["TOKEN_FILE", "needs_own_token", "server_security", "with_own_secrets"]
 
 TOKEN_FILE = "server_token"
 """Name of the file in the run directory with the token of a run's servers, while it runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServerSecurity:
-    """The client's files; picklable.
-
-    Attributes:
-        tls: Whether the servers use TLS.
-        roots: PEM certificates that verify the servers'; None: the system's.
-        server_name: The name in the servers' certificate; None: that of their host.
-        token: File with the token; None: no token.
-    """
-
-    tls: bool = False
-    roots: Path | None = None
-    server_name: str | None = None
-    token: Path | None = None
-
-    @classmethod
-    def of(cls, config: RolloutConfig) -> Self:
-        """Returns the client's side of the servers' configuration."""
-        return cls(
-            tls=config.tls_certificate is not None or config.tls_roots is not None,
-            roots=config.tls_roots,
-            server_name=config.tls_server_name,
-            token=config.token_file,
-        )
-
-    def read(self) -> "ChannelSecurity":
-        """Reads the files; returns the settings of a channel.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
-        from treadle.agent_loop.rpc import ChannelSecurity
-
-        return ChannelSecurity(
-            tls=self.tls,
-            root_certificates=None if self.roots is None else self.roots.read_bytes(),
-            server_name=self.server_name,
-            token=None if self.token is None else self.token.read_text().strip(),
-        )
+def server_security(config: RolloutConfig) -> ServerSecurity:
+    """Returns the client's side of the servers' configuration."""
+    return ServerSecurity(
+        tls=config.tls_certificate is not None or config.tls_roots is not None,
+        roots=config.tls_roots,
+        server_name=config.tls_server_name,
+        token=config.token_file,
+    )
 
 
 def needs_own_token(config: Config) -> bool:

@@ -3,11 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.run_tls import SERVER_NAME, RunTls
 from treadle.trainer.rollout.server_process import server_spec
-from treadle.trainer.rollout.server_security import TOKEN_FILE, ServerSecurity, with_own_secrets
+from treadle.trainer.rollout.server_security import TOKEN_FILE, server_security, with_own_secrets
 
 
 def _config(*arguments: str) -> Config:
@@ -23,7 +24,7 @@ def test_servers_and_clients_of_a_run_share_a_token_that_nobody_else_can_read(
     for _ in range(2):
         with with_own_secrets(_config(), tmp_path, None) as secured:
             assert stat.S_IMODE(file.stat().st_mode) == 0o600
-            tokens.append(ServerSecurity.of(secured.rollout).read().token)
+            tokens.append(server_security(secured.rollout).read().token)
             arguments = server_spec(secured, "rollout-0", weights_directory=None).args
             assert arguments[arguments.index("--security.token_file") + 1] == str(file)
         assert not file.exists()
@@ -55,7 +56,7 @@ def test_on_a_cluster_servers_have_the_certificate_of_the_run(tmp_path: Path) ->
         assert options["--security.tls_key"] == str(tls.key)
         token = tls.directory / TOKEN_FILE  # with the certificates it comes to every node
         assert options["--security.token_file"] == str(token)
-        assert ServerSecurity.of(secured.rollout) == ServerSecurity(
+        assert server_security(secured.rollout) == ServerSecurity(
             tls=True, roots=tls.roots, server_name=SERVER_NAME, token=token
         )
     own = _config(

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from treadle.agent_loop import Tokens, Trajectory
+from treadle.policy.algorithms.overlong import overlong_penalty
 from treadle.tracing import Metric
-from treadle.trainer.algorithms.overlong import overlong_penalty
 from treadle.trainer.config.schema import Config
 from treadle.trainer.report.rollout import accuracy, reported_accuracy
 

@@ -11,8 +11,8 @@
 Importing this package loads no torch: the driver uses it.
 """
 
+from treadle.policy.rank.fine_tune import fine_tune
 from treadle.trainer.sft.demonstration import Demonstration
-from treadle.trainer.sft.fine_tune import fine_tune
 from treadle.trainer.sft.transcribe import train_sequences, transcribe
 
 __all__ = ["Demonstration", "fine_tune", "train_sequences", "transcribe"]

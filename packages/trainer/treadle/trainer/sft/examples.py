@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from treadle.agent_loop import ChatRenderer, FloatArray, RenderError, SetupError
+from treadle.policy.client.types import TrainSequence
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
 from treadle.trainer.data.row_problems import RowProblems
-from treadle.trainer.policy.types import TrainSequence
 from treadle.trainer.sft.conversations import Conversation
 from treadle.trainer.sft.transcribe import train_sequences, transcribe
 

@@ -12,6 +12,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from treadle.policy.client.commands import (
+    FineTune,
+    Load,
+    LogprobSums,
+    Save,
+    SaveHf,
+    UpdateStats,
+)
+from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.trainer.checkpoint.begin_or_resume import (
     check_steps_left,
     find_resume_point,
@@ -24,21 +33,13 @@ from treadle.trainer.checkpoint.run_directory import (
     Checkpoints,
     RunDirectory,
 )
+from treadle.trainer.config.topology import make_topology
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.launch.policy_ranks import rank_starter
 from treadle.trainer.launch.resuming import loss_notes
-from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.loggers import Loggers, open_loggers
 from treadle.trainer.model_source import resolve_model
-from treadle.trainer.policy.commands import (
-    FineTune,
-    Load,
-    LogprobSums,
-    Save,
-    SaveHf,
-    UpdateStats,
-)
-from treadle.trainer.policy.group import PolicyError, PolicyGroup
 from treadle.trainer.report import (
     LiveReport,
     MetricsLog,
@@ -144,17 +145,19 @@ async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
 async def _train(
     run: CheckedSft, model: Path, *, first_step: int, load: Path | None, steps: "_Steps"
 ) -> None:
-    config, topology = run.config, make_topology(run.config)
+    config = run.config
+    topology = make_topology(config.launch, config.policy)
+    gpus = getattr(config.launch, "gpus_per_policy_rank", 0.0)
+    devices = () if topology is None else topology.ranks
     async with make_launcher(config, run.run_dir / "logs") as launcher:
         policy = PolicyGroup(
-            launcher,
+            rank_starter(launcher, threads=run.policy_threads, gpus=gpus, devices=devices),
             config.policy,
             model,
             with_reference=False,
-            threads=run.policy_threads,
-            gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
-            devices=() if topology is None else topology.ranks,
+            own_devices=bool(gpus or devices),
             start_deadline_s=config.launch.start_deadline_s,
+            tls=launcher.tls,
         )
         async with policy:
             if load is not None:

@@ -31,7 +31,7 @@ from treadle.agent_loop import (
     ToolSpec,
     Transcript,
 )
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.client.types import TrainSequence
 from treadle.trainer.sft.demonstration import Demonstration
 
 __all__ = ["train_sequences", "transcribe"]

@@ -25,11 +25,11 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.testing import ScriptedGenerator
+from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.client.batch import token_weights
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.tools import load_catalogue
 from treadle.trainer import demo
-from treadle.trainer.config.policy import OptimizerConfig, PolicyConfig
-from treadle.trainer.policy.batch import token_weights
-from treadle.trainer.policy.megatron.backend import MegatronPolicy
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequences, transcribe
 
 _DEMO = Path(demo.__file__).parent / "calculator"

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from treadle.agent_loop.aio import concurrently
+from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.rollout.v1 import server_service_pb2 as pb
 from treadle.trainer.time_shares.busy import busy_range
 from treadle.trainer.time_shares.server_causes import SERVER_CAUSES
-from treadle.trainer.weight_sync.errors import WeightSyncError
 
 __all__ = ["AskedServer", "ServerShares"]
 

@@ -13,22 +13,25 @@ from pathlib import Path
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.algorithms.reward_kl import coefficient_after
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.algorithms.reward_kl import coefficient_after
+from treadle.policy.client.commands import Load, LoadCritic
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.config.weight_sync import FileTransportConfig
+from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
-from treadle.trainer.config.schema import Config, FileTransportConfig
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.topology import make_topology
 from treadle.trainer.data import DataOrder
 from treadle.trainer.data.load_data import Inputs, enter_reward
 from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.launch.make_launcher import make_launcher
+from treadle.trainer.launch.policy_ranks import rank_starter
 from treadle.trainer.launch.process import Launcher
-from treadle.trainer.launch.topology import make_topology
 from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.plan import Plan
-from treadle.trainer.policy.commands import Load, LoadCritic
-from treadle.trainer.policy.group import PolicyGroup
 from treadle.trainer.report import (
     AlertLog,
     LiveReport,
@@ -45,7 +48,7 @@ from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import connect_reference
 from treadle.trainer.rollout.server_pool import ServerPool, required_capabilities
 from treadle.trainer.rollout.server_process import server_traces
-from treadle.trainer.rollout.server_security import ServerSecurity, with_own_secrets
+from treadle.trainer.rollout.server_security import server_security, with_own_secrets
 from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.time_shares.servers import ServerShares
@@ -54,7 +57,6 @@ from treadle.trainer.training_loop.memory_offload import MemoryOffload
 from treadle.trainer.training_loop.schedules.group_queue import QueueState
 from treadle.trainer.training_loop.schedules.group_store import GROUPS, GroupStore
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
-from treadle.trainer.weight_sync.publisher import WeightPublisher
 
 __all__ = ["build_context", "total_steps"]
 
@@ -115,7 +117,7 @@ async def build_context(
             config.sync,
             element_type=config.rollout.dtype,
             directory=weights_directory,
-            security=ServerSecurity.of(secured.rollout),
+            security=server_security(secured.rollout),
         )
         servers = ServerPool(
             launcher,
@@ -278,18 +280,19 @@ def _resumed_groups(checkpoint: Checkpoint | None, batch_size: int) -> QueueStat
 
 
 def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
-    topology = make_topology(config)
+    topology = make_topology(config.launch, config.policy, config.rollout)
+    gpus = getattr(config.launch, "gpus_per_policy_rank", 0.0)
+    devices = () if topology is None else topology.ranks
     return PolicyGroup(
-        launcher,
+        rank_starter(launcher, threads=threads, gpus=gpus, devices=devices),
         config.policy,
         config.model.path,
         with_reference=config.algorithm.keeps_reference,
         reference_path=config.algorithm.reference_path,
-        threads=threads,
-        gpus_per_rank=getattr(config.launch, "gpus_per_policy_rank", 0.0),
-        devices=() if topology is None else topology.ranks,
+        own_devices=bool(gpus or devices),
         start_deadline_s=config.launch.start_deadline_s,
         critic=config.used_critic,
+        tls=launcher.tls,
     )
 
 

@@ -15,16 +15,9 @@ from pathlib import Path
 from typing import Literal
 
 from treadle.agent_loop import AgentTask, Trajectory
-from treadle.tracing import FinishedSpan, SpanHandle, span
-from treadle.trainer.algorithms.estimators import FoundEstimator
-from treadle.trainer.algorithms.reward_kl import Charges
-from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
-from treadle.trainer.config.schema import Config
-from treadle.trainer.data import DataOrder, Prompt
-from treadle.trainer.loggers.generations import generations
-from treadle.trainer.loggers.loggers import Loggers
-from treadle.trainer.own_code import OnStep
-from treadle.trainer.policy.commands import (
+from treadle.policy.algorithms.estimators import FoundEstimator
+from treadle.policy.algorithms.reward_kl import Charges
+from treadle.policy.client.commands import (
     MeasuredReference,
     MeasureReference,
     OffloadReport,
@@ -38,8 +31,15 @@ from treadle.trainer.policy.commands import (
     UpdateStats,
     Values,
 )
-from treadle.trainer.policy.group import PolicyError, PolicyGroup
-from treadle.trainer.policy.types import TokenValues, TrainSequence
+from treadle.policy.client.group import PolicyError, PolicyGroup
+from treadle.policy.client.types import TokenValues, TrainSequence
+from treadle.tracing import FinishedSpan, SpanHandle, span
+from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
+from treadle.trainer.config.schema import Config
+from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.loggers.generations import generations
+from treadle.trainer.loggers.loggers import Loggers
+from treadle.trainer.own_code import OnStep
 from treadle.trainer.report import (
     AlertLog,
     LiveReport,

@@ -22,9 +22,9 @@ from treadle.agent_loop import (
     Trajectory,
     Transcript,
 )
+from treadle.policy.algorithms.estimators import FoundEstimator, find_estimator
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.tracing import Metric
-from treadle.trainer.algorithms.estimators import FoundEstimator, find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
 from treadle.trainer.config.schema import Config, RewardConfig
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.rollout.outages import OutageError

@@ -33,10 +33,10 @@ from treadle.agent_loop import (
     Trajectory,
     TrajectoryTimeoutError,
 )
-from treadle.trainer.algorithms.advantages import Floats, Outcomes, PerToken
-from treadle.trainer.algorithms.estimators import FoundEstimator
-from treadle.trainer.policy.commands import MeasuredReference
-from treadle.trainer.policy.types import TrainSequence
+from treadle.policy.algorithms.advantages import Floats, Outcomes, PerToken
+from treadle.policy.algorithms.estimators import FoundEstimator
+from treadle.policy.client.commands import MeasuredReference
+from treadle.policy.client.types import TrainSequence
 from treadle.trainer.report.failures import causes as causes_of
 
 __all__ = [

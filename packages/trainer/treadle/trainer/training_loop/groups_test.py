@@ -23,8 +23,8 @@ from treadle.agent_loop import (
     TrajectoryTimeoutError,
     Transcript,
 )
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.trainer.training_loop.groups import (
     Group,
     NoGroupLeftError,

@@ -24,8 +24,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from treadle.trainer.weight_sync.client import Memory, WeightSyncClient, with_retries
-from treadle.trainer.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.client import Memory, WeightSyncClient, with_retries
+from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 
 __all__ = ["MemoryOffload", "Rotation"]
 

@@ -17,10 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.agent_loop import BoolArray, IntArray, Tokens, Trajectory
+from treadle.policy.client.types import TokenValues, TrainSequence
 from treadle.tracing import FinishedSpan
 from treadle.tracing.trajectories import SpanColumns
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
-from treadle.trainer.policy.types import TokenValues, TrainSequence
 from treadle.trainer.report.rollout import ground_truth
 from treadle.trainer.report.trajectories import (
     Decode,

@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from treadle.agent_loop import Trajectory
+from treadle.policy.client.types import TokenValues
 from treadle.tracing import FinishedSpan
 from treadle.tracing.trajectories import (
     DIRECTORY,
@@ -34,7 +35,6 @@ from treadle.tracing.trajectories import (
     write_file,
     write_image,
 )
-from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report.trajectories import Decode, Phase, choose
 from treadle.trainer.training_loop.trajectory_rows import make_rows
 

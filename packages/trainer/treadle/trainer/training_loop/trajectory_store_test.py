@@ -24,6 +24,9 @@ from treadle.agent_loop import (
     ToolCall,
     Trajectory,
 )
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.client.types import TokenValues
+from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.tracing import MemorySink, span, use_sink
 from treadle.tracing.trajectories import (
     DIRECTORY,
@@ -34,9 +37,6 @@ from treadle.tracing.trajectories import (
     image_name,
 )
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
-from treadle.trainer.algorithms.estimators import find_estimator
-from treadle.trainer.config.algorithm import AlgorithmConfig
-from treadle.trainer.policy.types import TokenValues
 from treadle.trainer.report.testing import make_task, make_trajectory
 from treadle.trainer.rollout.workers.stored_text import stored_text
 from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory

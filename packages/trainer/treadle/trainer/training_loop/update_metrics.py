@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from treadle.trainer.policy.commands import UpdateStats
+from treadle.policy.client.commands import UpdateStats
 
 __all__ = ["broken_policy", "critic_metrics", "update_metrics"]
 

@@ -1,5 +1,5 @@
-from treadle.trainer.policy.commands import UpdateStats
-from treadle.trainer.policy.types import StepStats
+from treadle.policy.client.commands import UpdateStats
+from treadle.policy.client.types import StepStats
 from treadle.trainer.training_loop.update_metrics import update_metrics
 
 

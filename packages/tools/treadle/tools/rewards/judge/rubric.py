@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from treadle.agent_loop import SetupError
-from treadle.tools.arguments import did_you_mean
+from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.rewards.judge.verdicts import plain, verdict
 from treadle.tools.yaml_config import mapping, read_yaml, section, string
 

@@ -26,7 +26,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from treadle.trainer.policy.signs_of_life import sign_of_life
+from treadle.policy.client.signs_of_life import sign_of_life
 
 __all__ = ["Link"]
 

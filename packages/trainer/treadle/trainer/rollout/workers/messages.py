@@ -16,11 +16,11 @@ from typing import TypeAlias
 
 from treadle.agent_loop import AgentTask
 from treadle.agent_loop.rpc import Requirements
+from treadle.policy.client.commands import Alive
+from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.tracing import FinishedSpan, SpanContext, SpanError, plain
 from treadle.trainer.config.schema import Config
-from treadle.trainer.policy.commands import Alive
 from treadle.trainer.rollout.make_runner import RunnerSettings
-from treadle.trainer.rollout.server_security import ServerSecurity
 from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory
 
 __all__ = [

@@ -44,6 +44,7 @@ from treadle.agent_loop import AgentTask, Image, Trajectory
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.agent_loop.runner.task_slots import TaskSlots
+from treadle.policy.client.signs_of_life import Silence
 from treadle.tracing import (
     TraceSink,
     current_attributes,
@@ -53,9 +54,8 @@ from treadle.tracing import (
 )
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
-from treadle.trainer.policy.signs_of_life import Silence
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.rollout.workers.messages import (
     Asks,
     Begin,
@@ -204,7 +204,7 @@ class LoopWorkers:
         self._setup = Setup(
             config=self._config,
             router=router,
-            security=ServerSecurity.of(self._config.rollout),
+            security=server_security(self._config.rollout),
             requirements=self._requirements,
             loops=self._loops,
             images=self._images,

@@ -25,11 +25,11 @@ from treadle.agent_loop import (
     Trajectory,
 )
 from treadle.agent_loop.rpc import Requirements
+from treadle.policy.rank.driver_connection import accept_driver
 from treadle.tracing import FinishedSpan, MemorySink, use_attributes, use_sink
 from treadle.trainer.config.load import load_config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import LostProcessError, ProcessError, ProcessSpec
-from treadle.trainer.policy.driver_connection import accept_driver
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
 from treadle.trainer.rollout.workers import worker_process

@@ -19,17 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from treadle.agent_loop import ReplicaUnavailableError
+from treadle.agent_loop.child_process import watch_parent
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
+from treadle.policy.client.process import wait_until_ended
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.process import (
-    Launcher,
-    Process,
-    ProcessError,
-    ProcessSpec,
-    wait_until_ended,
-    watch_parent,
-)
-from treadle.trainer.rollout.server_security import ServerSecurity
+from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
+from treadle.trainer.rollout.server_security import server_security
 
 if TYPE_CHECKING:  # the router's own process needs no pool
     from treadle.trainer.rollout.server_pool import ServerPool
@@ -93,7 +88,7 @@ class RunRouter:
                 raise
             await self._start_again(address, str(error))
         self._admin = RouterAdmin(
-            self._address, ServerSecurity.of(self._config.rollout).read(), timeout_s=self._CALL_S
+            self._address, server_security(self._config.rollout).read(), timeout_s=self._CALL_S
         )
         self._watching = asyncio.create_task(self._watch(), name="watch the router")
 

@@ -29,6 +29,7 @@ from typing import Any
 
 from treadle.agent_loop import AgentTask, RolloutRunner, SetupError, TokenGenerator, Trajectory
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
+from treadle.policy.rank.driver_connection import serve_driver
 from treadle.tracing import (
     FinishedSpan,
     NullSink,
@@ -39,7 +40,6 @@ from treadle.tracing import (
 )
 from treadle.trainer.data.load_data import enter_reward, load_renderer, load_reward
 from treadle.trainer.launch.garbage import exempt_present_objects
-from treadle.trainer.policy.driver_connection import serve_driver
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 from treadle.trainer.rollout.make_runner import make_runner
 from treadle.trainer.rollout.open_sessions import OpenSessions

@@ -19,6 +19,11 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
+from treadle.policy.client.commands import AUTHKEY_VARIABLE
+from treadle.policy.client.process import wait_until_ended
+from treadle.policy.client.signs_of_life import beat_s
+from treadle.policy.rank.driver_connection import connect_to_rank, tls_arguments
+from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.process import (
     Launcher,
@@ -26,12 +31,7 @@ from treadle.trainer.launch.process import (
     Process,
     ProcessError,
     ProcessSpec,
-    wait_until_ended,
 )
-from treadle.trainer.launch.run_tls import RunTls
-from treadle.trainer.policy.commands import AUTHKEY_VARIABLE
-from treadle.trainer.policy.driver_connection import connect_to_rank, tls_arguments
-from treadle.trainer.policy.signs_of_life import beat_s
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
     Alive,

@@ -10,10 +10,10 @@ the step is logged.
 from collections.abc import Mapping
 from typing import Protocol
 
-from treadle.trainer.algorithms.estimators import AdvantageError
-from treadle.trainer.algorithms.reward_kl import Charges, coefficient_after
-from treadle.trainer.policy.commands import UpdateStats
-from treadle.trainer.policy.types import TokenValues
+from treadle.policy.algorithms.estimators import AdvantageError
+from treadle.policy.algorithms.reward_kl import Charges, coefficient_after
+from treadle.policy.client.commands import UpdateStats
+from treadle.policy.client.types import TokenValues
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups

@@ -1,0 +1,210 @@
+"""The interface of a policy on one rank, and of the losses that it computes.
+
+A policy lives in one or more *ranks* (processes). Every method of `PolicyBackend` is collective:
+each rank calls it with the same arguments, in the same order, and shards the work inside. A rank
+that does not make the call leaves the others waiting in a collective operation, so the caller
+sends each request to all ranks before it waits for any answer.
+
+Nothing here imports torch or Megatron at run time.
+
+Shape suffixes: L tokens of one sequence, T loss tokens and S samples of one micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from torch import Tensor
+
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.client.types import (
+        LossAggregation,
+        NamedTensor,
+        StepStats,
+        TensorSpec,
+        TrainSequence,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossInputs:
+    """The loss tokens of one micro-batch, [T] each, float32 where nothing else is said.
+
+    Log-probabilities that the sequences do not carry are None, except `old_logprobs_T`: without
+    them it is `logprobs_T` detached.
+
+    Attributes:
+        logprobs_T: Of the policy being trained; carries the gradient.
+        entropy_T: Of the next-token distribution, in nats; carries the gradient.
+        advantages_T: Advantage per token.
+        old_logprobs_T: See `TrainSequence`.
+        rollout_logprobs_T: See `TrainSequence`.
+        ref_logprobs_T: See `TrainSequence`.
+        stale_T: See `TrainSequence`; bool.
+        sample_lengths_S: Number of loss tokens of each sample of the micro-batch; above 0. The
+            tokens of a sample are adjacent, in its order, and all in this micro-batch.
+        selected_T: See `TrainSequence`; bool.
+    """
+
+    logprobs_T: Tensor
+    entropy_T: Tensor
+    advantages_T: Tensor
+    old_logprobs_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    stale_T: Tensor
+    sample_lengths_S: Tensor
+    selected_T: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOutput:
+    """The loss of each token, before any reduction.
+
+    The backend multiplies `loss_T` by weights that were normalised once over the whole batch, and
+    sums. A loss never averages: that is why neither micro-batching nor parallelism changes the
+    gradient.
+
+    Attributes:
+        loss_T: Loss per token.
+        metrics_T: Metric name -> detached values, to be averaged over loss tokens.
+    """
+
+    loss_T: Tensor
+    metrics_T: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LossFn(Protocol):
+    """A per-token loss. `treadle.policy.algorithms.losses` has the implementations."""
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Whether a token whose advantage is 0 has gradient 0, so that it can be left out."""
+        ...
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        """Returns the loss of every token of `inputs`."""
+        ...
+
+
+class PolicyBackend(Protocol):
+    """The policy on one rank. Every method is collective (see the module docstring).
+
+    A `temperature` divides the logits. Log-probabilities and gradients belong to the distribution
+    that was sampled from only if it is the sampling temperature.
+    """
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning of training, over all resumes."""
+        ...
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """Returns log-probabilities of the loss tokens under the current policy, 0.0 elsewhere.
+
+        Returns:
+            One [L] array per sequence, the same on every rank.
+        """
+        ...
+
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """Returns the same under the frozen reference: the start weights, or another model.
+
+        With LoRA this is the model without its adapters, even if they started from a file.
+
+        Raises:
+            RuntimeError: The backend was built without a reference.
+        """
+        ...
+
+    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Returns [M] numbers of the loss tokens of a batch, of which each rank knows its shard's.
+
+        Args:
+            values_M: 0 for the tokens of outlines (see `shards`).
+        """
+        ...
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+        keep_tokens: bool = False,
+    ) -> StepStats:
+        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`.
+
+        With `keep_tokens`, the result has what was computed of each loss token.
+        """
+        ...
+
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        ...
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """Returns all weights of the model, from all senders; the same on every rank."""
+        ...
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """Yields the weights held by this pipeline stage, in the order of the specs.
+
+        Every rank must run the iterator to its end; only the rank that the specs name as `sender`
+        uses what it yields.
+        """
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
+    def save_hf(self, folder: Path) -> None:
+        """Writes a Hugging Face model folder, which must not exist; all of it or nothing.
+
+        The weights are those of `export_weights`, bit for bit; configuration, tokenizer and chat
+        template are those of the model that training started from. With LoRA the weights have the
+        adapter merged into them, and the folder `adapter` has it in PEFT's format.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
+    def save_adapter(self, folder: Path) -> None:
+        """Writes the LoRA adapter in PEFT's format to a folder, which must not exist.
+
+        Raises:
+            CheckpointError: It could not be written.
+            RuntimeError: The policy has no adapter.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model, or its
+                weights are not finite.
+        """
+        ...
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be written or read; the message names the path and the cause."""

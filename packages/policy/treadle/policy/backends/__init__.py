@@ -1,0 +1,1 @@
+"""The backends of a policy, a folder each; `treadle.policy.backend` is what they implement."""

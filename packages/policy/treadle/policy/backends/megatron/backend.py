@@ -1,0 +1,608 @@
+"""The Megatron policy: one rank's share of the model, its optimizer, and the steps they take.
+
+Every method is collective over the policy's ranks (see `policy/backend.py`): a rank blocks in
+its first collective operation until the others make the same call. Between calls a rank holds
+parameters and optimizer state, nothing else. What `policy.offload` takes off the device is restored
+by the call that needs it, and leaves at `release_memory`.
+
+Invariant: the gradient of a step is a plain sum, over micro-batches, data-parallel and context
+ranks, of per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch
+size and packing order therefore change results only by rounding.
+
+Example, one process::
+
+    policy = MegatronPolicy(PolicyConfig(), Path("model"))
+    stats = policy.train_step(sequences, policy_loss(AlgorithmConfig()))
+
+Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.policy.algorithms.mismatch import mismatch_metrics
+from treadle.policy.backend import CheckpointError, LossFn, LossInputs
+from treadle.policy.backends.hf_weights import WeightsReader
+from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
+from treadle.policy.backends.megatron.architecture import Architecture
+from treadle.policy.backends.megatron.context.rows import row_multiple
+from treadle.policy.backends.megatron.experts import load
+from treadle.policy.backends.megatron.experts import plan as experts_plan
+from treadle.policy.backends.megatron.logprobs import logprobs_and_entropy
+from treadle.policy.backends.megatron.lora import adapter
+from treadle.policy.backends.megatron.lora.linears import switched_off
+from treadle.policy.backends.megatron.model import PolicyModel, build
+from treadle.policy.backends.megatron.offload import copied, offload_of
+from treadle.policy.backends.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, Packer
+from treadle.policy.backends.megatron.prefixes import plan
+from treadle.policy.backends.megatron.vision.reader import ImageReader
+from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
+from treadle.policy.client.types import (
+    LossAggregation,
+    NamedTensor,
+    StepStats,
+    TensorSpec,
+    TokenValues,
+)
+from treadle.policy.config.policy import LoraConfig
+from treadle.policy.rank.rank_time import spent_on
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.backend import LossOutput
+    from treadle.policy.client.commands import OffloadReport
+    from treadle.policy.client.types import TrainSequence
+    from treadle.policy.config.policy import PolicyConfig
+
+
+class MegatronPolicy:
+    """`PolicyBackend` on Megatron-core."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        model_path: Path,
+        rendezvous: parallel.Rendezvous | None = None,
+        *,
+        keep_reference: bool = False,
+        reference_path: Path | None = None,
+    ) -> None:
+        """Joins the other ranks and loads the model.
+
+        Args:
+            config: Parallel sizes, optimizer, memory.
+            model_path: Hugging Face folder: config.json and safetensors.
+            rendezvous: This rank's position; None for a policy of one process.
+            keep_reference: Keep a frozen model for `reference_logprobs`.
+            reference_path: Its Hugging Face folder, another model with the same tokenizer, of any
+                size. None: the weights as they are now.
+
+        Raises:
+            UnsupportedModelError: The model, or its split into parts, is not supported.
+            ValueError: A weight is infinite or NaN.
+            FileNotFoundError: The folder is not a model folder.
+        """
+        self._config = config
+        self.share_prefixes = config.share_prefixes
+        """As in the configuration; may be changed between steps."""
+        self._model_path = model_path
+        self.architecture = Architecture.from_folder(model_path)
+        self.architecture.check_sharing(config.share_prefixes)
+        self.world = parallel.start(
+            config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
+        )
+        try:
+            self.images = self._image_packer()
+            self._model = build(self.architecture, config, self.world)
+            with WeightsReader(model_path) as reader:
+                weights.load(self._weights(), reader, self.architecture, self.world)
+            if config.lora.rank:
+                adapter.start(
+                    self._model, config.lora, self.architecture, self.world, seed=config.seed
+                )
+            if not weights.are_finite(self._model):
+                raise ValueError(f"model.path={model_path}: its weights are not finite")
+            self._net = pipeline.wrap(self._model, distributed_optimizer=self.world.copies > 1)
+            self._optimizer = PolicyOptimizer(self._net, config)
+        except BaseException:
+            self.world.close()
+            raise
+        # With LoRA the model without its adapters is the reference, if there is no other.
+        self._reference: PolicyModel | list[Tensor] | None = None
+        if keep_reference and reference_path is None and not config.lora.rank:
+            self._reference = [self._copied(p) for p in self._trained()]
+        self._offload = offload_of(
+            config.offload, self._net, self._optimizer, reference=self._other_reference
+        )
+        self._step = 0
+        if keep_reference and reference_path is not None:
+            self.release_memory()  # the reference may need it
+            self._reference = self._load_reference(reference_path)
+        self.release_memory()
+
+    def _image_packer(self) -> ImagePacker | None:
+        """Returns what finds the images of sequences; None of a model that reads text only."""
+        shape = self.architecture.vision
+        if shape is None:
+            return None
+        reader = ImageReader(self._model_path, shape)
+        return ImagePacker(reader, shape, has_tower=self.world.is_first_stage)
+
+    def _load_reference(self, path: Path) -> PolicyModel:
+        try:
+            architecture = Architecture.from_folder(path)
+            self.architecture.check_reference(architecture)
+            plain = self._config.model_copy(update={"lora": LoraConfig()})
+            model = build(architecture, plain, self.world)
+            with WeightsReader(path) as reader:
+                weights.load(weights.entries(model, architecture), reader, architecture, self.world)
+            if not weights.are_finite(model):
+                raise ValueError(f"algorithm.reference_path={path}: its weights are not finite")
+        except BaseException:
+            self.world.close()
+            raise
+        model.requires_grad_(requires_grad=False)
+        return model
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        return self._step
+
+    def close(self) -> None:
+        """Leaves the policy's ranks; the object cannot be used afterwards."""
+        self.world.close()
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        self._offload.release_all()
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        return self._offload.take_report()
+
+    def _copied(self, parameter: Tensor) -> Tensor:
+        return copied(parameter, to_host=self._config.offload.reference)
+
+    def _trained(self) -> Iterator[torch.nn.Parameter]:
+        return (p for p in self._model.parameters() if p.requires_grad)
+
+    def _other_reference(self) -> Iterator[Tensor]:
+        if isinstance(self._reference, PolicyModel):
+            yield from self._reference.parameters()
+
+    # --- computing ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `PolicyBackend.logprobs`."""
+        self._offload.restore("parameters")
+        return self._logprobs(self._model, self._net, sequences, temperature)
+
+    def _logprobs(
+        self,
+        model: PolicyModel,
+        net: torch.nn.Module,
+        sequences: Sequence[TrainSequence],
+        temperature: float,
+    ) -> list[FloatArray]:
+        """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
+        packer = Packer(
+            sequences,
+            [0.0] * len(sequences),
+            at=device.device(),
+            row_multiple=self.row_multiple,
+            context=self.world.context_group,
+            replaying=self._replaying,
+            images=self.images,
+        )
+        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
+
+        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            logprobs_T, _ = self._head(model, micro, hidden, temperature)
+            if self.world.speaks:
+                values_M[micro.slots_T] = logprobs_T
+            return logprobs_T.sum()
+
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        micro_batches = self.micro_batches(packer, sequences, computed, model)
+        pipeline.run(net, micro_batches, collect, forward_only=True)
+        dist.all_reduce(values_M)
+        return packer.unpack(values_M.cpu().numpy())
+
+    @torch.no_grad()
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `PolicyBackend.reference_logprobs`."""
+        sequences = [replace(s, routed_experts=None) for s in sequences]
+        if isinstance(self._reference, PolicyModel):
+            self._offload.restore("reference")
+            try:
+                return self._logprobs(self._reference, self._reference, sequences, temperature)
+            finally:
+                self._offload.release("reference")
+        if self._config.lora.rank:
+            with switched_off(self._model):
+                return self.logprobs(sequences, temperature=temperature)
+        if self._reference is None:
+            raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
+        self._offload.restore("parameters")
+        parameters = list(self._trained())
+        current = [self._copied(p) for p in parameters]
+        try:
+            for parameter, reference in zip(parameters, self._reference, strict=True):
+                parameter.copy_(reference)
+            return self.logprobs(sequences, temperature=temperature)
+        finally:
+            for parameter, value in zip(parameters, current, strict=True):
+                parameter.copy_(value)
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+        keep_tokens: bool = False,
+    ) -> StepStats:
+        """See `PolicyBackend.train_step`.
+
+        Raises:
+            ValueError: No sequence has a loss token.
+        """
+        began = time.perf_counter()
+        packer = Packer(
+            sequences,
+            token_weights(sequences, aggregation, aggregation_length),
+            at=device.device(),
+            row_multiple=self.row_multiple,
+            context=self.world.context_group,
+            replaying=self._replaying,
+            images=self.images,
+        )
+        computed = [
+            i
+            for i, s in enumerate(sequences)
+            if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
+        ]
+        micro_batches = self.micro_batches(packer, sequences, computed)
+        collector = _StatsCollector(loss, packer, computed, self.world, keep_tokens=keep_tokens)
+
+        def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
+            inputs = micro.loss_inputs(logprobs_T, entropy_T)
+            output = loss(inputs)
+            collector.add(micro, inputs, output)
+            return (output.loss_T * micro.weights_T).sum()
+
+        load.reset(self._model)
+        self._offload.restore("parameters", "gradients")
+        self._net.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        pipeline.run(self._net, micro_batches, weighted, forward_only=False)
+        lr = learning_rate(self._config.optimizer, self._step)
+        self._offload.restore("optimizer")
+        with spent_on("optimizer"):
+            applied = self._optimizer.apply(lr)
+        self._offload.release("optimizer")
+        self._step += 1
+        collected = collector.reduce(micro_batches)
+        return StepStats(
+            step=self._step,
+            loss=collected.loss,
+            grad_norm=applied.grad_norm,
+            skipped=applied.skipped,
+            learning_rate=lr,
+            num_sequences=len(sequences),
+            num_computed=len(computed),
+            num_tokens=sum(input_length(sequences[i]) for i in computed),
+            num_rows=collected.num_rows,
+            num_loss_tokens=packer.num_loss_tokens,
+            num_micro_batches=collected.num_micro_batches,
+            time_s=time.perf_counter() - began,
+            metrics={
+                **collected.metrics,
+                **load.metrics(
+                    self._model, self.architecture, replaying=self._replaying is not None
+                ),
+            },
+            tokens=collected.tokens,
+        )
+
+    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
+        """See `PolicyBackend.sum_over_shards`."""
+        values = torch.from_numpy(values_M).to(device.device(), copy=True)
+        if not self.world.speaks:
+            values.zero_()
+        dist.all_reduce(values)
+        found: NDArray[np.float32] = values.cpu().numpy()
+        return found
+
+    @property
+    def _replaying(self) -> Architecture | None:
+        return self.architecture if self._config.moe.routing_replay else None
+
+    @property
+    def row_multiple(self) -> int:
+        """The number that the packed rows of a micro-batch must be a multiple of."""
+        of_rank = self.world.tensor if self.world.sequence_parallel else 1
+        return row_multiple(self.world.context, of_rank)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Most tokens of a micro-batch; context ranks have equal shares of it."""
+        return self._config.micro_batch_tokens * self.world.context
+
+    def micro_batches(
+        self,
+        packer: Packer,
+        sequences: Sequence[TrainSequence],
+        computed: Sequence[int],
+        model: PolicyModel | None = None,
+    ) -> MicroBatches:
+        """Returns this data-parallel rank's share; may be empty.
+
+        Args:
+            packer: Of the batch.
+            sequences: All of them.
+            computed: Indices of those that go through the model.
+            model: That they go through; None: the policy's, or one of its architecture.
+        """
+        can_share = (model or self._model).attention_is_plain
+        mine = self._share(packer, sequences, computed, can_share=can_share)
+        if self.architecture.experts is None or not computed:
+            return mine
+        return experts_plan.prepare(mine, self.world)
+
+    def _share(
+        self,
+        packer: Packer,
+        sequences: Sequence[TrainSequence],
+        computed: Sequence[int],
+        *,
+        can_share: bool,
+    ) -> MicroBatches:
+        mode = plan.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
+        num_shards, shard = self.world.data, self.world.data_rank
+        if sequences and sequences[0].shard is not None:  # then the driver has chosen
+            computed = [i for i in computed if sequences[i].shard == shard]
+            num_shards, shard = 1, 0
+        ordered = plan.shared(sequences, computed, mode if can_share else "never")
+        if ordered is not None:
+            parts = plan.micro_batches(
+                ordered,
+                num_shards=num_shards,
+                shard=shard,
+                max_tokens=self.micro_batch_tokens,
+                at_least=self.world.pipeline,
+            )
+            return MicroBatches(packer, [(part.indices, part.overlaps) for part in parts])
+        lengths = [input_length(sequences[i]) for i in computed]
+        share = balance(lengths, num_shards)[shard]
+        packs = pack(
+            [lengths[i] for i in share],
+            max_tokens=self.micro_batch_tokens,
+            at_least=self.world.pipeline,
+        )
+        return MicroBatches(
+            packer, [([computed[share[i]] for i in members], None) for members in packs]
+        )
+
+    def _head(
+        self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the [T] log-probabilities and entropies of the loss tokens."""
+        logprobs_K, entropy_K = logprobs_and_entropy(
+            micro.at_predictors(hidden_P1H.squeeze(1)),
+            model.head_weight,
+            micro.targets_K,
+            vocab_size=model.num_ids,
+            group=self.world.tensor_group,
+            chunk=self._config.logits_chunk_tokens,
+            temperature=temperature,
+            softcap=model.logit_softcap,
+        )
+        logprobs_T, entropy_T = micro.of_all_tokens(logprobs_K, entropy_K)
+        return logprobs_T, entropy_T
+
+    # --- weights and checkpoints ---------------------------------------------------------------
+
+    def weights_are_finite(self) -> bool:
+        """See `PolicyBackend.weights_are_finite`."""
+        self._offload.restore("parameters")
+        return weights.are_finite(self._model)
+
+    def weight_specs(self) -> tuple[TensorSpec, ...]:
+        """See `PolicyBackend.weight_specs`."""
+        return weights.specs(
+            self._weights(), self.architecture, self.world, dtype=self._config.dtype
+        )
+
+    def export_weights(self) -> Iterator[NamedTensor]:
+        """See `PolicyBackend.export_weights`."""
+        self._offload.restore("parameters")
+        dtype: torch.dtype = getattr(torch, self._config.dtype)
+        return weights.export(self._weights(), self.architecture, self.world, dtype=dtype)
+
+    def _weights(self) -> Iterator[weights.Entry]:
+        return weights.entries(self._model, self.architecture)
+
+    def save_hf(self, folder: Path) -> None:
+        """See `PolicyBackend.save_hf`."""
+        collected = self._adapter()
+        checkpoint.save_hf(
+            self.export_weights(),
+            self.weight_specs(),
+            folder,
+            like=self._model_path,
+            w=self.world,
+            beside=None if collected is None else collected.write_below,
+        )
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `PolicyBackend.save_adapter`."""
+        collected = self._adapter()
+        if collected is None:
+            raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
+        checkpoint.save_folder(collected.write, folder, self.world)
+
+    def _adapter(self) -> adapter.CollectedAdapter | None:
+        """Returns the adapter, whole on rank 0, None without LoRA; collective."""
+        if not self._config.lora.rank:
+            return None
+        self._offload.restore("parameters")
+        return adapter.collect(
+            self._model, self._config, self.architecture, self.world, base=self._model_path
+        )
+
+    def _state(self) -> checkpoint.PolicyState:
+        self._offload.restore("parameters", "optimizer")
+        lora = self._config.lora
+        return checkpoint.PolicyState(
+            self._model,
+            self._optimizer,
+            self.architecture,
+            adapter.identity(self._model, lora, self.architecture, self.world)
+            if lora.rank
+            else None,
+        )
+
+    def save(self, directory: Path) -> None:
+        """See `PolicyBackend.save`."""
+        checkpoint.save(self._state(), directory, step=self._step, world=self.world)
+
+    def load(self, directory: Path) -> None:
+        """See `PolicyBackend.load`."""
+        state = self._state()
+        self._step = checkpoint.load(state, directory)
+        if not self.weights_are_finite():
+            raise CheckpointError(f"the weights in {directory} are not finite")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Collected:
+    """A step's statistics, the same on every rank."""
+
+    loss: float
+    num_rows: int
+    num_micro_batches: int
+    metrics: Mapping[str, float]
+    tokens: TokenValues | None
+
+
+class _StatsCollector:
+    """Sums each micro-batch's statistics over loss tokens; ranks are reduced once, at the end.
+
+    Invariant: a metric is a mean over the loss tokens that went through the model, exact for any
+    cut of the batch; if none did, there are no metrics. The difference to the rollout engine is
+    kept per token, since a percentile cannot be reduced from parts.
+    """
+
+    def __init__(
+        self,
+        loss: LossFn,
+        packer: Packer,
+        computed: Sequence[int],
+        world: parallel.World,
+        *,
+        keep_tokens: bool,
+    ) -> None:
+        """Args are those of the step; `computed` are the sequences that go through the model."""
+        self._world = world
+        self._names = ["actor/entropy", *_metric_names(loss)]
+        self._slots_M = packer.slots(computed)
+        at = self._slots_M.device
+        self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
+        # Of each loss token: the difference to the rollout engine, and 1 if it is stale.
+        self._gaps_2M = torch.zeros(2, packer.num_loss_tokens, device=at)
+        self._has_rollout = packer.has("rollout_logprobs")
+        # Log-probability and entropy of each loss token.
+        self._tokens_2M = torch.zeros(2, packer.num_loss_tokens, device=at) if keep_tokens else None
+
+    @torch.no_grad()
+    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
+        """Counts one micro-batch."""
+        if not self._world.speaks:
+            return
+        weighted_T = output.loss_T.detach() * micro.weights_T
+        rows = torch.tensor(micro.num_rows, device=self._sums.device)
+        values = [rows, weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
+        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+        if inputs.rollout_logprobs_T is not None:
+            gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
+            self._gaps_2M[:, micro.slots_T] = torch.stack([gaps_T, micro.stale_T.to(gaps_T.dtype)])
+        if self._tokens_2M is not None:
+            self._tokens_2M[:, micro.slots_T] = torch.stack(
+                [inputs.logprobs_T.detach().float(), inputs.entropy_T.detach().float()]
+            )
+
+    @torch.no_grad()
+    def reduce(self, micro_batches: MicroBatches) -> _Collected:
+        """Collective: the sums over all ranks."""
+        count = torch.tensor(len(micro_batches), device=self._sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(self._sums)
+        rows, loss, *sums = self._sums.tolist()
+        tokens = len(self._slots_M)
+        if not tokens:
+            return _Collected(
+                loss=loss, num_rows=0, num_micro_batches=0, metrics={}, tokens=self._kept()
+            )
+        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
+        if self._has_rollout:
+            dist.all_reduce(self._gaps_2M)
+            gaps_M, stale_M = self._gaps_2M[:, self._slots_M]
+            metrics |= mismatch_metrics(gaps_M, stale_M.bool())
+        return _Collected(
+            loss=loss,
+            num_rows=int(rows),
+            num_micro_batches=int(count),
+            metrics=metrics,
+            tokens=self._kept(),
+        )
+
+    def _kept(self) -> TokenValues | None:
+        """Collective: the values of each loss token, if they are kept."""
+        if self._tokens_2M is None:
+            return None
+        dist.all_reduce(self._tokens_2M)
+        values_2M = torch.full_like(self._tokens_2M, torch.nan)
+        values_2M[:, self._slots_M] = self._tokens_2M[:, self._slots_M]
+        logprobs_M, entropy_M = values_2M.cpu().numpy()
+        return TokenValues(logprobs_M=logprobs_M, entropy_M=entropy_M)
+
+
+def _metric_names(loss: LossFn) -> list[str]:
+    """Asked of the loss itself, as a rank may have no micro-batch to see them in."""
+    empty = torch.zeros(0)
+    nothing = LossInputs(
+        logprobs_T=empty,
+        entropy_T=empty,
+        advantages_T=empty,
+        old_logprobs_T=empty,
+        rollout_logprobs_T=empty,
+        ref_logprobs_T=empty,
+        stale_T=empty.bool(),
+        sample_lengths_S=torch.zeros(0, dtype=torch.int64),
+        selected_T=empty.bool(),
+    )
+    return list(loss(nothing).metrics_T)

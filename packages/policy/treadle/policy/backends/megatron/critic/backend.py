@@ -1,0 +1,242 @@
+"""The Megatron critic: values of sampled sequences, and the steps that teach them.
+
+It lives on the policy's ranks, in the policy's process groups, with the same layout, micro-batches
+and precision; model and optimizer are its own. Every method is collective (see
+`policy/backend.py`), and the same invariant holds: a step's gradient is a plain sum of per-token
+losses that were weighted over the whole batch.
+
+Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss tokens of the batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.policy.algorithms.value_loss import value_loss
+from treadle.policy.backend import CheckpointError
+from treadle.policy.backends.hf_weights import WeightsReader
+from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
+from treadle.policy.backends.megatron.critic.model import CriticModel
+from treadle.policy.backends.megatron.model import build
+from treadle.policy.backends.megatron.offload import offload_of
+from treadle.policy.backends.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.policy.backends.megatron.packing import MicroBatch, Packer
+from treadle.policy.client.batch import input_length, token_weights
+from treadle.policy.client.types import LossAggregation, StepStats
+from treadle.policy.config.policy import LoraConfig
+from treadle.policy.rank.rank_time import spent_on
+
+if TYPE_CHECKING:
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.megatron.backend import MegatronPolicy
+    from treadle.policy.client.commands import OffloadReport
+    from treadle.policy.client.types import TrainSequence
+    from treadle.policy.config.critic import CriticConfig
+    from treadle.policy.config.policy import PolicyConfig
+
+_METRICS: Final = ("critic/vf_clipfrac", "critic/vpred_mean")
+
+
+class MegatronCritic:
+    """The critic on one rank, beside the policy."""
+
+    def __init__(
+        self, policy: MegatronPolicy, config: CriticConfig, like: PolicyConfig, model_path: Path
+    ) -> None:
+        """Loads the decoder's weights; the value head begins at 0.
+
+        Args:
+            policy: Of this rank; it plans the micro-batches.
+            config: The critic's optimizer and loss.
+            like: The policy's settings, of which it takes layout, precision and memory.
+            model_path: Hugging Face folder.
+
+        Raises:
+            FileNotFoundError: The folder is not a model folder.
+        """
+        self._policy, self._config = policy, config
+        # All of its weights are trained, also where the policy trains adapters.
+        settings = like.model_copy(update={"optimizer": config.optimizer, "lora": LoraConfig()})
+        # The value head takes the place of the output layer, whether or not that was tied.
+        architecture = replace(policy.architecture, tied=False)
+        self._architecture = architecture
+        model = build(architecture, settings, policy.world, CriticModel)
+        assert isinstance(model, CriticModel)
+        with WeightsReader(model_path) as reader:
+            weights.load(weights.entries(model, architecture), reader, architecture, policy.world)
+        model.add_head()
+        self._model = model
+        self._net = pipeline.wrap(model, distributed_optimizer=policy.world.copies > 1)
+        self._optimizer = PolicyOptimizer(self._net, settings)
+        self._offload = offload_of(like.offload, self._net, self._optimizer)
+        self._step = 0
+        self.release_memory()
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        return self._step
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        self._offload.release_all()
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        return self._offload.take_report()
+
+    @torch.no_grad()
+    def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
+        """Returns the value of the state before each loss token, 0.0 elsewhere.
+
+        Returns:
+            One [L] array per sequence, the same on every rank.
+        """
+        self._offload.restore("parameters")
+        packer = self._packer(sequences, [0.0] * len(sequences))
+        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
+
+        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            values_T = self._values(micro, hidden)
+            if self._policy.world.speaks:
+                values_M[micro.slots_T] = values_T
+            return values_T.sum()
+
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        micro_batches = self._policy.micro_batches(packer, sequences, computed)
+        pipeline.run(self._net, micro_batches, collect, forward_only=True)
+        dist.all_reduce(values_M)
+        return packer.unpack(values_M.cpu().numpy())
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+    ) -> StepStats:
+        """Takes one optimizer step on the value loss of all sequences.
+
+        Raises:
+            ValueError: No sequence has a loss token, or one has no values or no returns.
+        """
+        began = time.perf_counter()
+        packer = self._packer(sequences, token_weights(sequences, aggregation, aggregation_length))
+        old_M = _at_slots(sequences, "values")
+        returns_M = _at_slots(sequences, "returns")
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        micro_batches = self._policy.micro_batches(packer, sequences, computed)
+        sums = torch.zeros(2 + len(_METRICS), dtype=torch.float64, device=device.device())
+
+        def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            values_T = self._values(micro, hidden)
+            loss_T, clipped_T = value_loss(
+                values_T,
+                old_M[micro.slots_T],
+                returns_M[micro.slots_T],
+                clip=self._config.clip_value,
+            )
+            weighted_T = loss_T * micro.weights_T
+            if self._policy.world.speaks:
+                rows = torch.tensor(micro.num_rows, device=sums.device)
+                parts = (rows, weighted_T.detach(), clipped_T, values_T.detach())
+                sums.add_(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
+            return weighted_T.sum()
+
+        self._offload.restore("parameters", "gradients")
+        self._net.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        pipeline.run(self._net, micro_batches, weighted, forward_only=False)
+        lr = learning_rate(self._config.optimizer, self._step)
+        self._offload.restore("optimizer")
+        with spent_on("optimizer"):
+            applied = self._optimizer.apply(lr)
+        self._offload.release("optimizer")
+        self._step += 1
+        count = torch.tensor(len(micro_batches), device=sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(sums)
+        rows, loss, *totals = sums.tolist()
+        return StepStats(
+            step=self._step,
+            loss=loss,
+            grad_norm=applied.grad_norm,
+            skipped=applied.skipped,
+            learning_rate=lr,
+            num_sequences=len(sequences),
+            num_computed=len(computed),
+            num_tokens=sum(input_length(sequences[i]) for i in computed),
+            num_rows=int(rows),
+            num_loss_tokens=packer.num_loss_tokens,
+            num_micro_batches=int(count),
+            time_s=time.perf_counter() - began,
+            metrics={
+                name: total / packer.num_loss_tokens
+                for name, total in zip(_METRICS, totals, strict=True)
+            },
+        )
+
+    def _packer(self, sequences: Sequence[TrainSequence], of_tokens: Sequence[float]) -> Packer:
+        return Packer(
+            sequences,
+            of_tokens,
+            at=device.device(),
+            row_multiple=self._policy.row_multiple,
+            context=self._policy.world.context_group,
+            images=self._policy.images,
+        )
+
+    def _values(self, micro: MicroBatch, hidden_P1H: Tensor) -> Tensor:
+        values_K = self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))
+        (values_T,) = micro.of_all_tokens(values_K)
+        return values_T
+
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        self._offload.restore("parameters")
+        return weights.are_finite(self._model)
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        checkpoint.save(self._state(), directory, step=self._step, world=self._policy.world)
+
+    def load(self, directory: Path) -> None:
+        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model, or its
+                weights are not finite.
+        """
+        self._step = checkpoint.load(self._state(), directory)
+        if not self.weights_are_finite():
+            raise CheckpointError(f"the weights in {directory} are not finite")
+
+    def _state(self) -> checkpoint.PolicyState:
+        self._offload.restore("parameters", "optimizer")
+        return checkpoint.PolicyState(self._model, self._optimizer, self._architecture)
+
+
+def _at_slots(sequences: Sequence[TrainSequence], name: str) -> Tensor:
+    """Returns [M] numbers of all loss tokens, in the order of the packer's slots.
+
+    Raises:
+        ValueError: A sequence does not carry them.
+    """
+    carried = [getattr(sequence, name) for sequence in sequences]
+    if (lacking := sum(numbers is None for numbers in carried)) > 0:
+        raise ValueError(f"{lacking} of {len(sequences)} sequences have no {name}")
+    numbers = np.concatenate([sequence.at_loss_tokens(name) for sequence in sequences])
+    return torch.from_numpy(numbers).to(device.device())

@@ -1,0 +1,166 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from treadle.policy.backends.megatron import attention
+from treadle.policy.backends.megatron.attention import (
+    PackedAttention,
+    Scores,
+    Segments,
+    take_rows,
+)
+from treadle.policy.backends.megatron.logprobs import from_logits, logprobs_and_entropy
+from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
+
+REAL = 13
+
+
+def truth(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    logp = logits_TV[:, :REAL].log_softmax(-1)
+    return logp.gather(-1, targets_T[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def problem(columns: int = 16, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, 8, requires_grad=True)
+    head = torch.randn(columns, 8, requires_grad=True)
+    return hidden, head, torch.randint(0, REAL, (tokens,))
+
+
+def gradients(logp: Tensor, entropy: Tensor, hidden: Tensor, head: Tensor) -> list[Tensor]:
+    upstream = torch.linspace(-1.0, 1.0, len(logp))
+    return list(torch.autograd.grad((logp * upstream).sum() + 0.3 * entropy.sum(), (hidden, head)))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 11, 100])
+def test_values_and_gradients_are_those_of_torch_without_padded_columns(chunk: int) -> None:
+    hidden, head, targets = problem()
+    got = logprobs_and_entropy(hidden, head, targets, vocab_size=REAL, group=None, chunk=chunk)
+    want = truth(hidden @ head.T, targets)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
+    got_gradients = gradients(*got, hidden, head)
+    for g, w in zip(got_gradients, gradients(*want, hidden, head), strict=True):
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
+    assert not got_gradients[1][REAL:].any()
+
+
+def test_the_temperature_divides_the_logits() -> None:
+    hidden, head, targets = problem()
+    got = logprobs_and_entropy(
+        hidden, head, targets, vocab_size=REAL, group=None, chunk=4, temperature=0.5
+    )
+    want = truth(2.0 * hidden @ head.T, targets)
+    for g, w in zip(got, want, strict=True):
+        torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
+    for g, w in zip(gradients(*got, hidden, head), gradients(*want, hidden, head), strict=True):
+        torch.testing.assert_close(g, w, atol=1e-5, rtol=0)
+
+
+def test_logits_are_not_written_to() -> None:
+    _, _, targets = problem()
+    logits = torch.randn(11, 16)
+    before = logits.clone()
+    from_logits(logits, targets, vocab_size=REAL, group=None)
+    assert torch.equal(logits, before)
+
+
+def over_ranks(task: RankTask) -> list[Any]:
+    """Each rank holds `argument` columns of the vocabulary."""
+    from treadle.policy.backends.megatron import parallel
+    from treadle.policy.config.policy import ParallelConfig
+
+    world = parallel.start(
+        ParallelConfig(tensor=task.num_ranks),
+        parallel.Rendezvous(
+            rank=task.rank,
+            world_size=task.num_ranks,
+            shared_file=task.folder / "meet",
+        ),
+    )
+    hidden, head, targets = problem(columns=task.argument * task.num_ranks)
+    mine = head[task.rank * task.argument : (task.rank + 1) * task.argument]
+    logp, entropy = logprobs_and_entropy(
+        hidden, mine, targets, vocab_size=REAL, group=world.tensor_group, chunk=5
+    )
+    hidden_grad, head_grad = gradients(logp, entropy, hidden, head)
+    world.close()
+    values = (logp, entropy, hidden_grad, head_grad)
+    return [value.detach().numpy() for value in values]
+
+
+def test_vocabulary_parallel_values_and_gradients() -> None:
+    columns = 14  # the second rank has padding only
+    hidden, head, targets = problem(columns=2 * columns)
+    want = truth(hidden @ head.T, targets)
+    hidden_grad, head_grad = gradients(*want, hidden, head)
+    ranks = run_ranks(f"{__name__}:over_ranks", 2, columns)
+    for logp, entropy, of_hidden, _ in ranks:
+        for got, exact in [(logp, want[0]), (entropy, want[1]), (of_hidden, hidden_grad)]:
+            np.testing.assert_allclose(got, exact.detach().numpy(), atol=2e-6)
+    np.testing.assert_allclose(sum(r[3] for r in ranks), head_grad.numpy(), atol=2e-6)
+
+
+def packed_attention(scores: Scores) -> PackedAttention:
+    core = PackedAttention.__new__(PackedAttention)
+    torch.nn.Module.__init__(core)
+    core._scores = scores
+    return core
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    st.integers(0, 3),
+    st.sampled_from([None, 1, 4, 9]),
+    st.sampled_from([None, 0.7]),
+)
+def test_packed_attention_is_attention_of_each_segment_alone(
+    lengths: list[int], padding: int, window: int | None, softcap: float | None
+) -> None:
+    lengths = sorted(lengths)
+    rows = sum(lengths) + padding
+    torch.manual_seed(rows)
+    query = torch.randn(rows, 1, 4, 4, requires_grad=True)
+    key, value = (torch.randn(rows, 1, 2, 4, requires_grad=True) for _ in range(2))
+    segments = Segments.of_lengths(lengths, torch.device("cpu"))
+    assert segments.groups[-1].stop == sum(lengths)
+    core = packed_attention(Scores(scale=0.5, window=window, softcap=softcap))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_BLOCK", 5)
+        got = core(query, key, value, None, packed_seq_params=segments)
+
+    parts, start = [], 0
+    for length in lengths:
+        q, k, v = (x[start : start + length, 0].transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(2, 0) for x in (k, v))
+        seen = torch.ones(length, length).tril()
+        seen = seen if window is None else seen.triu(1 - window)
+        products = q @ k.transpose(1, 2) * 0.5
+        products = products if softcap is None else softcap * (products / softcap).tanh()
+        weights = (products + seen.log()).softmax(-1)
+        parts.append((weights @ v).transpose(0, 1).reshape(length, 1, 16))
+        start += length
+    want = torch.cat([*parts, torch.zeros(padding, 1, 16)])
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    upstream = torch.randn_like(want)
+    for g, w in zip(
+        torch.autograd.grad(got, (query, key, value), upstream),
+        torch.autograd.grad(want, (query, key, value), upstream),
+        strict=True,
+    ):
+        torch.testing.assert_close(g, w, atol=1e-5, rtol=0)
+
+
+def test_taking_rows_has_the_gradient_of_indexing() -> None:
+    x = torch.randn(6, 3, requires_grad=True)
+    index = torch.tensor([4, 0, 5])
+    upstream = torch.randn(3, 3)
+    (got,) = torch.autograd.grad(take_rows(x, index), x, upstream)
+    (want,) = torch.autograd.grad(x[index], x, upstream)
+    assert torch.equal(got, want)

@@ -1,0 +1,159 @@
+"""The optimizer: AdamW on one rank's share of the parameters, and the learning rate over steps.
+
+Invariant: a step with a non-finite gradient changes nothing. The norm is taken over the whole
+model's gradient and reduced over all ranks, so every rank makes the same decision.
+
+Where several ranks have the same weights, data-parallel or context ranks, this is Megatron's
+distributed optimizer, which keeps the state of each parameter on one of them; otherwise its plain
+one, which checkpoints much faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from treadle.policy.backends.megatron import device
+
+device.install()
+
+from megatron.core.optimizer import OptimizerConfig as MegatronConfig  # noqa: E402
+from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+
+    from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+
+
+def learning_rate(config: OptimizerConfig, step: int) -> float:
+    """Returns the learning rate of optimizer step `step`, the first being 0."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "constant":
+        return config.lr
+    assert config.decay_steps is not None  # the config refuses other schedules without it
+    span = config.decay_steps - config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / span)
+    remaining = 1.0 - progress
+    if config.schedule == "cosine":
+        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.min_lr + (config.lr - config.min_lr) * remaining
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Applied:
+    """The effect of one gradient."""
+
+    grad_norm: float
+    """Before clipping, of the whole model."""
+    skipped: bool
+
+
+class PolicyOptimizer:
+    """AdamW over a Megatron DDP module. Build it after the weights are loaded: it copies them."""
+
+    def __init__(self, net: DistributedDataParallel, config: PolicyConfig) -> None:
+        """Creates the optimizer and its state for the parameters of `net`; collective."""
+        settings = config.optimizer
+        dtype: torch.dtype = getattr(torch, config.dtype)
+        self._settings = settings
+        self.distributed = bool(net.ddp_config.use_distributed_optimizer)
+        self.megatron = get_megatron_optimizer(
+            MegatronConfig(
+                optimizer="adam",
+                lr=settings.lr,
+                weight_decay=settings.weight_decay,
+                adam_beta1=settings.beta1,
+                adam_beta2=settings.beta2,
+                adam_eps=settings.eps,
+                clip_grad=settings.grad_clip,
+                bf16=dtype is torch.bfloat16,
+                params_dtype=dtype,
+                use_distributed_optimizer=self.distributed,
+            ),
+            [net],
+            use_gloo_process_groups=False,
+        )
+        self._start_adam()
+
+    @property
+    def parts(self) -> Sequence[Any]:
+        """Megatron's optimizers: of all parameters; or of experts that ranks share, and the rest.
+
+        Those parameters have other data-parallel ranks.
+        """
+        parts: list[Any] = self.megatron.chained_optimizers
+        return parts
+
+    @property
+    def adam_state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Adam's state of each tensor that it updates."""
+        return {
+            tensor: state for part in self.parts for tensor, state in part.optimizer.state.items()
+        }
+
+    @property
+    def adam_steps(self) -> int:
+        """Updates that Adam's bias correction counts; skipped steps are not among them."""
+        return next((int(s["step"]) for s in self.adam_state.values()), 0)
+
+    @adam_steps.setter
+    def adam_steps(self, steps: int) -> None:
+        for state in self.adam_state.values():
+            state["step"] = torch.tensor(float(steps))
+
+    @torch.no_grad()
+    def apply(self, lr: float) -> Applied:
+        """Clip the gradient that backward left behind, and update the parameters with it."""
+        for group in self._groups():
+            group["lr"] = lr
+            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
+        optimizer = self.megatron
+        overflowed = optimizer.prepare_grads()
+        norm = float(optimizer.get_grad_norm())
+        if overflowed or not math.isfinite(norm):
+            return Applied(grad_norm=norm, skipped=True)
+        for part in self.parts:
+            clip_grad_by_total_norm_fp32(
+                part.get_parameters(), max_norm=self._settings.grad_clip, total_norm=norm
+            )
+        optimizer.step_with_ready_grads()
+        return Applied(grad_norm=norm, skipped=False)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields what Adam updates and its moments; some may be views of the model's parameters.
+
+        Adam's counters of steps are not among them: they are numbers, and always on the host.
+        """
+        for group in self._groups():
+            yield from group["params"]
+        for state in self.adam_state.values():
+            yield from (value for value in state.values() if value.dim())
+
+    def zero_grad(self) -> None:
+        """Forgets the gradients of the last step."""
+        self.megatron.zero_grad()
+
+    def _start_adam(self) -> None:
+        """Creates Adam's state, which torch would create in the first step.
+
+        A checkpoint may be written or read before there is a first step.
+        """
+        for part in self.parts:
+            for group in part.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state: dict[str, Any] = part.optimizer.state[parameter]
+                    state["step"] = torch.tensor(0.0)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        for part in self.parts:
+            yield from part.optimizer.param_groups

@@ -1,0 +1,359 @@
+"""The micro-batch: sequences packed end to end, as the tensors that one forward pass needs.
+
+Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
+between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
+depends on them. What a sequence has in common with the one before it may be left out too
+(`prefixes/`); its loss tokens then name rows of the other, which goes to the experts of the other.
+With context parallelism a rank has its share of the rows, and what is said of loss tokens is of all
+of them (`context/`).
+
+Shape suffixes: P packed rows of this rank, T loss tokens, K those that its rows predict, S samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from treadle.policy.backend import LossInputs
+from treadle.policy.backends.megatron.attention import Segments, take_rows
+from treadle.policy.backends.megatron.context.attention import ContextSegments
+from treadle.policy.backends.megatron.context.loss_tokens import LossTokens
+from treadle.policy.backends.megatron.context.rows import rows_of_ranks
+from treadle.policy.backends.megatron.experts.replay import replayed_indices
+from treadle.policy.backends.megatron.experts.routing import Routing
+from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
+from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
+from treadle.policy.client.batch import input_length
+from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+    from torch.distributed import ProcessGroup
+
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.megatron.architecture import Architecture
+    from treadle.policy.backends.megatron.vision.rows import ImagePacker
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """The input of one forward pass on one rank."""
+
+    ids_1P: Tensor
+    positions_P: Tensor
+    """[3, P] of a model that sees."""
+    segments: Segments
+    predictors_K: Tensor
+    """The row that predicts each loss token; see `at_predictors`."""
+    shared: bool
+    """Whether a row may predict loss tokens of several sequences."""
+    targets_K: Tensor
+    spread: LossTokens | None
+    """With context parallelism the loss tokens that are predicted here; None: all."""
+    slots_T: Tensor
+    """Index of each loss token among the loss tokens of the whole batch."""
+    weights_T: Tensor
+    advantages_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    stale_T: Tensor
+    sample_lengths_S: Tensor
+    selected_T: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Packed rows of all context ranks, padding included."""
+        return self.ids_1P.shape[1] * (self.spread.group.size() if self.spread else 1)
+
+    def at_predictors(self, x_PH: Tensor) -> Tensor:
+        """Returns the [K, H] rows that predict the loss tokens."""
+        if self.shared:
+            return x_PH.index_select(0, self.predictors_K)
+        return take_rows(x_PH, self.predictors_K)
+
+    def of_all_tokens(self, *values_K: Tensor) -> tuple[Tensor, ...]:
+        """Returns the [T] values of all loss tokens; collective over the context group."""
+        return values_K if self.spread is None else self.spread.of_all_ranks(values_K)
+
+    def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
+        """Returns the input of the loss, given the output of the model."""
+        old_T = self.old_logprobs_T
+        return LossInputs(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T,
+            advantages_T=self.advantages_T,
+            old_logprobs_T=logprobs_T.detach() if old_T is None else old_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            ref_logprobs_T=self.ref_logprobs_T,
+            stale_T=self.stale_T,
+            sample_lengths_S=self.sample_lengths_S,
+            selected_T=self.selected_T,
+        )
+
+
+class Packer:
+    """Builds the micro-batches of one batch."""
+
+    def __init__(
+        self,
+        sequences: Sequence[TrainSequence],
+        weights: Sequence[float],
+        *,
+        at: torch.device,
+        row_multiple: int = 1,
+        context: ProcessGroup | None = None,
+        replaying: Architecture | None = None,
+        images: ImagePacker | None = None,
+    ) -> None:
+        """Takes the whole batch and its token weights.
+
+        Args:
+            sequences: All sequences; slots are numbered in this order.
+            weights: Weight of a loss token per sequence.
+            at: Device of the tensors.
+            row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size, and
+                context parallelism equal blocks of rows.
+            context: The context group; None if this rank has all rows.
+            replaying: The model, if its routers replay the sequences' experts; None: they choose.
+            images: Finds the images of a model that sees; None: it reads text only.
+
+        Raises:
+            ValueError: Only some of the sequences have one of the optional log-probabilities, or
+                `selected`; or some have images, and the model reads text only.
+        """
+        for name in (*LOGPROB_FIELDS, "selected"):
+            having = sum(getattr(sequence, name) is not None for sequence in sequences)
+            if having not in (0, len(sequences)):
+                raise ValueError(
+                    f"{having} of {len(sequences)} sequences have {name}; give all or none"
+                )
+        if images is None and any(sequence.images for sequence in sequences):
+            raise ValueError("sequences have images, and the model has no vision tower")
+        self._sequences = sequences
+        self._weights = weights
+        self._at = at
+        self._row_multiple = row_multiple
+        self._context = context
+        self._replaying = replaying
+        self._images = images
+        if images is not None:
+            images.start_batch()
+        self._positions = [sequence.loss_positions for sequence in sequences]
+        self._offsets = [0, *accumulate(len(p) for p in self._positions)]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Number of loss tokens of the whole batch, that is of slots."""
+        return self._offsets[-1]
+
+    def has(self, name: str) -> bool:
+        """Returns whether the batch carries the optional log-probabilities of this name."""
+        return bool(self._sequences) and getattr(self._sequences[0], name) is not None
+
+    def slots(self, indices: Sequence[int]) -> Tensor:
+        """Returns the slots of some sequences, on the device."""
+        runs = [np.arange(self._offsets[i], self._offsets[i + 1]) for i in indices]
+        return self._joined(runs, np.int64)
+
+    def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
+        """Returns the rows of `micro_batch` for these arguments, without padding."""
+        return sum(input_length(self._sequences[i]) for i in indices) - sum(overlaps or ())
+
+    def micro_batch(
+        self, indices: Sequence[int], overlaps: Sequence[int] | None = None
+    ) -> MicroBatch:
+        """Packs some sequences, in the order given.
+
+        Args:
+            indices: Which sequences; of ascending length if nothing is shared, else in the order of
+                their ids.
+            overlaps: How many first ids of each have their rows in the one before it, see
+                `prefixes.tree`; None: nothing is shared.
+
+        Raises:
+            RuntimeError: Another data-parallel group has the values of a sequence.
+        """
+        chosen = [(self._sequences[i], self._positions[i]) for i in indices]
+        if any(sequence.is_outline for sequence, _ in chosen):
+            raise RuntimeError(f"sequences {list(indices)} have values on other ranks only")
+        lengths = [input_length(sequence) for sequence, _ in chosen]
+        skipped = [0] * len(lengths) if overlaps is None else overlaps
+        own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
+        positions = list(chain.from_iterable(own))
+        ids: list[int] = []
+        for (s, _), ts in zip(chosen, own, strict=True):
+            ids += s.ids.data[ts.start : ts.stop].tolist()
+        padding = [0] * (-len(ids) % self._row_multiple)
+        real = [True] * len(ids) + [False] * len(padding)
+        ids, positions = ids + padding, positions + padding
+        rotary = self._rotary(chosen, own, positions)
+        rows: list[int] = []
+        targets: list[int] = []
+        for path, (s, where) in zip(rows_of_paths(lengths, skipped), chosen, strict=True):
+            rows += np.asarray(path, dtype=np.int64)[where - 1].tolist()
+            targets += np.asarray(s.ids)[where].tolist()
+        indices_PLK = self._replayed(chosen, own, len(padding))
+        segments: Segments
+        spread = None
+        if self._context is not None:
+            parts = rows_of_ranks(positions, self._context.size())
+            mine = list(chain.from_iterable(parts[self._context.rank()]))
+            segments = ContextSegments.of_runs(
+                runs_of(lengths, skipped), parts, self._context, self._at
+            )
+            place = {row: number for number, row in enumerate(mine)}
+            index = [token for token, row in enumerate(rows) if row in place]
+            spread = LossTokens(
+                group=self._context,
+                count=len(rows),
+                index_K=self._tensor(index, torch.int64),
+            )
+            ids = [ids[row] for row in mine]
+            rotary = rotary[..., mine]
+            real = [real[row] for row in mine]
+            indices_PLK = None if indices_PLK is None else indices_PLK[mine]
+            rows, targets = [place[rows[t]] for t in index], [targets[t] for t in index]
+        elif overlaps is None:
+            segments = Segments.of_lengths(lengths, self._at)
+        else:
+            segments = TreeSegments.of_tree(lengths, overlaps, self._at)
+        weights = [np.full(len(self._positions[i]), self._weights[i]) for i in indices]
+        if self._images is not None:
+            places = None if self._context is None else place
+            segments.images = self._images.rows([s for s, _ in chosen], own, places, self._at)
+        segments.routing = Routing(
+            num_rows=self.num_rows(indices, overlaps),
+            real_P=self._tensor(real, torch.bool) if padding else None,
+            indices_PLK=indices_PLK,
+        )
+        return MicroBatch(
+            ids_1P=self._tensor(ids, torch.int64)[None],
+            positions_P=rotary.to(self._at, non_blocking=True),
+            segments=segments,
+            shared=overlaps is not None,
+            predictors_K=self._tensor(rows, torch.int64),
+            targets_K=self._tensor(targets, torch.int64),
+            spread=spread,
+            slots_T=self.slots(indices),
+            weights_T=self._joined(weights, np.float32),
+            advantages_T=self._joined([s.at_loss_tokens("advantages") for s, _ in chosen]),
+            rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
+            old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
+            ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
+            stale_T=self._joined([s.flags_at_loss_tokens("stale") for s, _ in chosen], np.bool_),
+            sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
+            selected_T=(
+                self._joined([s.flags_at_loss_tokens("selected") for s, _ in chosen], np.bool_)
+                if self.has("selected")
+                else None
+            ),
+        )
+
+    def blank(self) -> MicroBatch:
+        """Returns a micro-batch of a sequence that is not in the batch, with its fields."""
+        floats: dict[str, Any] = {name: (0.0, 0.0) for name in LOGPROB_FIELDS if self.has(name)}
+        sequence = TrainSequence(
+            ids=(0, 0),
+            loss_mask=(False, True),
+            advantages=0.0,
+            selected=(False, False) if self.has("selected") else None,
+            **floats,
+        )
+        packer = Packer(
+            [sequence],
+            [0.0],
+            at=self._at,
+            row_multiple=self._row_multiple,
+            context=self._context,
+            replaying=self._replaying,
+            images=self._images,
+        )
+        return packer.micro_batch([0])
+
+    def _rotary(
+        self,
+        chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]],
+        own: Sequence[range],
+        positions: Sequence[int],
+    ) -> Tensor:
+        """Returns the positions that the rows are turned by, [P] or [3, P], on the host."""
+        if self._images is None:
+            return torch.tensor(positions)
+        parts = [
+            self._images.positions(sequence)[:, tokens.start : tokens.stop]
+            for (sequence, _), tokens in zip(chosen, own, strict=True)
+        ]
+        found = np.zeros((3, len(positions)), dtype=np.int64)
+        found[:, : sum(map(len, own))] = np.concatenate(parts, axis=1)
+        return torch.from_numpy(found)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Starts to decode the images of a later micro-batch."""
+        if self._images is not None:
+            self._images.prefetch([self._sequences[i] for i in indices])
+
+    def _replayed(
+        self,
+        chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]],
+        own: Sequence[range],
+        padding: int,
+    ) -> Tensor | None:
+        if self._replaying is None:
+            return None
+        rows = [(s.routed_experts, places) for (s, _), places in zip(chosen, own, strict=True)]
+        indices_PLK = replayed_indices(rows, self._replaying, padding=padding)
+        return None if indices_PLK is None else indices_PLK.to(self._at, non_blocking=True)
+
+    def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:
+        """Returns values by slot as one [L] array per sequence, 0.0 outside the loss mask."""
+        ends = zip(self._sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
+        return [sequence.aligned(values_M[begin:end]) for sequence, begin, end in ends]
+
+    def _at_loss_tokens(
+        self, chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]], name: str
+    ) -> Tensor | None:
+        if not self.has(name):
+            return None
+        return self._joined([sequence.at_loss_tokens(name) for sequence, _ in chosen])
+
+    def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
+        joined = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+        return torch.from_numpy(joined).to(self._at, non_blocking=True)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
+
+
+class MicroBatches:
+    """The micro-batches of one rank, each made when it is its turn: only few exist at a time."""
+
+    def __init__(
+        self, packer: Packer, parts: Sequence[tuple[Sequence[int], Sequence[int] | None]]
+    ) -> None:
+        """Args are the packer of the batch, and what its `micro_batch` takes for each of them."""
+        self.packer = packer
+        self.parts = parts
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all of them, over all context ranks, without padding."""
+        return sum(self.packer.num_rows(*part) for part in self.parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __iter__(self) -> Iterator[MicroBatch]:
+        for part, later in pairwise((*self.parts, None)):
+            assert part is not None, "only the last one has none after it"
+            micro = self.packer.micro_batch(*part)
+            if later is not None:
+                self.packer.prefetch(later[0])
+            yield micro

@@ -1,0 +1,148 @@
+"""Plans a batch whose prefixes are shared: the rank and the micro-batch of each sequence.
+
+Invariant: a plan is a pure function of the sequences, so all ranks make the same one without
+communication. Sequences stay in the order of their ids and are only cut, so that neighbours, which
+share most, are computed together; a cut inside a common prefix computes it on both sides, and the
+row counts that the cuts balance include that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of, without_short_runs
+from treadle.policy.client.batch import input_length
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from treadle.agent_loop import Image
+    from treadle.policy.client.types import SharePrefixes, TrainSequence
+
+MIN_SAVED_SHARE: Final = 0.1
+"""Share of the tokens: where less is saved, `policy.share_prefixes=auto` packs sequences flat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ordered:
+    """Sequences in the order of their ids, with what each shares with the one before it."""
+
+    indices: tuple[int, ...]
+    lengths: tuple[int, ...]
+    overlaps: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of one micro-batch of all of them."""
+        return sum(self.lengths) - sum(self.overlaps)
+
+    @property
+    def saved_share(self) -> float:
+        """Share of the tokens that share a row with others."""
+        return sum(self.overlaps) / max(1, sum(self.lengths))
+
+    def part(self, first: int, last: int) -> Ordered:
+        """Returns the sequences of some places; the first of them shares with none before it."""
+        return Ordered(
+            self.indices[first:last],
+            self.lengths[first:last],
+            (0, *self.overlaps[first + 1 : last]),
+        )
+
+    def cut(self, max_rows: int) -> list[Ordered]:
+        """Cuts into the fewest parts of at most `max_rows`; a longer sequence is its own part."""
+        parts: list[Ordered] = []
+        first = rows = 0
+        for place, (length, overlap) in enumerate(zip(self.lengths, self.overlaps, strict=True)):
+            rows += length - overlap
+            if place > first and rows > max_rows:
+                parts.append(self.part(first, place))
+                first, rows = place, length
+        return [*parts, self.part(first, len(self.lengths))] if self.lengths else []
+
+    def balanced(self, at_most: int, max_rows: int | None = None) -> list[Ordered]:
+        """Cuts into `at_most` parts or fewer, the largest of which has the fewest rows possible.
+
+        With `max_rows`, for which `at_most` parts must suffice, a longer sequence is its own part.
+        """
+        high = self.num_rows if max_rows is None else min(max_rows, self.num_rows)
+        low = min(max(self.lengths, default=0), high)
+        while low < high:
+            middle = (low + high) // 2
+            if len(self.cut(middle)) <= at_most:
+                high = middle
+            else:
+                low = middle + 1
+        return self.cut(high)
+
+
+def mode_on(mode: SharePrefixes, *, cpu: bool) -> SharePrefixes:
+    """Returns the mode on a kind of device: auto shares on CPUs only."""
+    return mode if cpu or mode == "always" else "never"
+
+
+def shared(
+    sequences: Sequence[TrainSequence], computed: Sequence[int], mode: SharePrefixes
+) -> Ordered | None:
+    """Returns some of the sequences in the order of their ids; None if they are to be packed flat.
+
+    Only ids that go through the model count: those before a sequence's last loss token.
+
+    Args:
+        sequences: Of the whole batch.
+        computed: Indices of those that go through the model.
+        mode: `policy.share_prefixes`. auto: only where it saves `MIN_SAVED_SHARE` of the tokens;
+            the caller has found that it may help on this device (`mode_on`).
+    """
+    if mode == "never":
+        return None
+    paths = _paths([sequences[i] for i in computed])
+    places = in_order(paths)
+    overlaps = without_short_runs(overlaps_of([paths[p] for p in places]))
+    found = Ordered(
+        tuple(computed[p] for p in places),
+        tuple(len(paths[p]) for p in places),
+        tuple(overlaps),
+    )
+    return found if mode == "always" or found.saved_share >= MIN_SAVED_SHARE else None
+
+
+def _paths(sequences: Sequence[TrainSequence]) -> list[NDArray[np.int64]]:
+    """Returns the ids that go through the model; those of an image are numbers that only it has.
+
+    Different images have the same placeholder ids, and must not look alike.
+    """
+    numbers: dict[Image, int] = {}
+    paths = []
+    for sequence in sequences:
+        ids = np.asarray(sequence.ids[: input_length(sequence)]).astype(np.int64)
+        for placed in sequence.images:
+            if placed.start < len(ids):
+                number = -1 - numbers.setdefault(placed.image, len(numbers))
+                ids[placed.start : placed.stop] = number
+        paths.append(ids)
+    return paths
+
+
+def micro_batches(
+    batch: Ordered, *, num_shards: int, shard: int, max_tokens: int, at_least: int = 1
+) -> list[Ordered]:
+    """Returns one shard's micro-batches, of at most `max_tokens` rows; may be empty.
+
+    Args:
+        batch: All sequences that are computed.
+        num_shards: Number of data-parallel ranks.
+        shard: Which of them.
+        max_tokens: Maximum number of rows in a micro-batch; a longer sequence is its own.
+        at_least: Number of micro-batches to make if that makes the largest smaller: a pipeline of n
+            stages idles with fewer than n.
+    """
+    shards = batch.balanced(num_shards)
+    if shard >= len(shards):
+        return []
+    share = shards[shard]
+    return share.balanced(max(len(share.cut(max_tokens)), at_least), max_tokens)

@@ -1,0 +1,64 @@
+"""What the driver needs of a rank's process, whoever started it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+__all__ = ["RankProcess", "RankProgram", "StartRank", "wait_until_ended"]
+
+
+class RankProcess(Protocol):
+    """A started program. Methods do not block the event loop."""
+
+    async def ready(self, deadline_s: float) -> str:
+        """Waits until the program serves; returns its `host:port`.
+
+        Raises:
+            RuntimeError: It ended first, or the deadline passed.
+        """
+        ...
+
+    async def wait(self) -> int:
+        """Waits for its end; returns the exit status, or -n if signal n ended it."""
+        ...
+
+    def describe_end(self, status: int) -> str:
+        """Returns how it ended, and on which node, for a message."""
+        ...
+
+    async def log_tail(self, lines: int = 20) -> str:
+        """Returns the last lines that it printed."""
+        ...
+
+    async def stop(self, grace_s: float = 10.0) -> None:
+        """Ends it with SIGTERM, and SIGKILL after `grace_s`; returns when it is gone."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankProgram:
+    """How the process of a rank is started: `python -m treadle.policy.rank ARGUMENTS`.
+
+    Attributes:
+        number: The rank, from 0.
+        args: Arguments; `{host}` stands for the address at which the machine is reached.
+        env: Additional environment variables.
+    """
+
+    number: int
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+StartRank = Callable[[RankProgram], Awaitable[RankProcess]]
+"""Starts the process of a rank on a machine of its choice."""
+
+
+async def wait_until_ended(process: RankProcess, within_s: float) -> int | None:
+    """Returns the exit status of a process, or None if it still runs after `within_s` seconds."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await process.wait()
+    except TimeoutError:
+        return None

@@ -1,0 +1,173 @@
+"""Shards: what each data-parallel group gets of a batch, and what it costs on the wire."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from treadle.agent_loop import BoolArray, Image, IntArray, PlacedImage, RoutedExperts
+from treadle.policy.client import shards
+from treadle.policy.client.batch import cut, has_gradient, input_length, token_weights
+from treadle.policy.client.shards import (
+    Frame,
+    Outgoing,
+    Shard,
+    assign,
+    encode,
+    from_frames,
+    to_frames,
+)
+from treadle.policy.client.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
+
+_NUMBERS = (*FLOAT_FIELDS, "advantages")
+
+
+@st.composite
+def _sequences(draw: st.DrawFn) -> tuple[TrainSequence, ...]:
+    def numbers(length: int) -> tuple[float, ...]:
+        return tuple(draw(st.floats(-4, 4, width=16)) for _ in range(length))
+
+    def one(trajectory: int) -> TrainSequence:
+        length = draw(st.integers(2, 9))
+        bits = st.booleans()
+        given_ = [name for name in FLOAT_FIELDS if draw(bits)]
+        flags = [name for name in FLAG_FIELDS if draw(bits)]
+        return TrainSequence(
+            ids=tuple(draw(st.integers(0, 2**32 - 1)) for _ in range(length)),
+            loss_mask=(False, *(draw(bits) for _ in range(length - 1))),
+            advantages=draw(st.sampled_from([0.0, 1.5])) if draw(bits) else numbers(length),
+            trajectory=draw(st.sampled_from([None, trajectory // 2])),
+            **{name: numbers(length) for name in given_},  # type: ignore[arg-type]
+            **{name: tuple(draw(bits) for _ in range(length)) for name in flags},  # type: ignore[arg-type]
+        )
+
+    return tuple(one(number) for number in range(draw(st.integers(1, 6))))
+
+
+@given(batch=_sequences(), num_shards=st.integers(1, 4), mini_batches=st.integers(1, 3))
+def test_each_sequence_is_whole_on_its_shard_and_an_outline_on_the_others(
+    batch: tuple[TrainSequence, ...], num_shards: int, mini_batches: int
+) -> None:
+    numbers = assign(batch, num_shards, mini_batches=mini_batches)
+    for shard in encode(batch, numbers, num_shards):
+        decoded = from_frames([bytes(frame) for frame in to_frames(shard)]).sequences()
+        assert len(decoded) == len(batch)
+        for found, sequence, number in zip(decoded, batch, numbers, strict=True):
+            assert (found.shard, found.is_outline) == (number, number != shard.number)
+            assert (found.loss_mask, found.trajectory) == (sequence.loss_mask, sequence.trajectory)
+            assert has_gradient(found) is has_gradient(sequence)
+            assert len(found.ids) == len(sequence.ids)
+            for name in (*FLOAT_FIELDS, *FLAG_FIELDS):
+                assert (getattr(found, name) is None) is (getattr(sequence, name) is None)
+            if found.is_outline:
+                continue
+            assert found.ids == sequence.ids
+            for name in _NUMBERS:
+                if getattr(sequence, name) is not None:
+                    there, here = found.at_loss_tokens(name), sequence.at_loss_tokens(name)
+                    assert there.tolist() == here.tolist()
+            for name in FLAG_FIELDS:
+                flags = found.flags_at_loss_tokens(name)
+                assert flags.tolist() == sequence.flags_at_loss_tokens(name).tolist()
+        if any(sequence.num_loss_tokens for sequence in batch):
+            for part, whole in zip(cut(decoded, 2), cut(batch, 2), strict=True):
+                if any(sequence.num_loss_tokens for sequence in whole):
+                    of_shard = token_weights(part, "seq-mean-token-mean")
+                    assert of_shard == token_weights(whole, "seq-mean-token-mean")
+
+
+def _of_lengths(lengths: Sequence[int], advantages: Sequence[float]) -> list[TrainSequence]:
+    return [
+        TrainSequence(
+            ids=range(length + 1), loss_mask=(*(False,) * length, True), advantages=advantage
+        )
+        for length, advantage in zip(lengths, advantages, strict=True)
+    ]
+
+
+def test_every_mini_batch_is_balanced_and_so_is_what_has_a_gradient() -> None:
+    batch = _of_lengths([8, 1, 8, 1, 8, 8, 1, 1], [1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0])
+    numbers = assign(batch, 2, mini_batches=2)
+    for part in (range(4), range(4, 8)):
+        moved = [i for i in part if has_gradient(batch[i])]
+        loads = [sum(input_length(batch[i]) for i in moved if numbers[i] == n) for n in (0, 1)]
+        assert abs(loads[0] - loads[1]) <= 1
+
+
+def test_sequences_with_a_common_prefix_stay_together() -> None:
+    shared = [
+        replace(s, ids=IntArray((*([group] * 30), *s.ids[30:])))
+        for group, s in zip((1, 2, 1, 2), _of_lengths([40] * 4, [1.0] * 4), strict=True)
+    ]
+    numbers = assign(shared, 2, share_prefixes="auto")
+    assert numbers[0] == numbers[2] != numbers[1] == numbers[3]
+
+
+def test_a_token_costs_at_most_8_bytes_on_the_wire() -> None:
+    length, count = 4000, 16
+    sequence = TrainSequence(
+        ids=range(length),
+        loss_mask=(*(False,) * 1000, *(True,) * (length - 1000)),
+        advantages=0.5,
+        rollout_logprobs=(-0.5,) * length,
+        stale=(*(False,) * 2000, *(True,) * (length - 2000)),
+    )
+    batch = [sequence] * count
+    halves = encode(batch, assign(batch, 2), 2)
+    sent = sum(memoryview(frame).nbytes for shard in halves for frame in to_frames(shard))
+    assert sent <= 8 * length * count
+
+
+def test_a_shard_is_sent_while_the_next_one_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = _of_lengths([8, 8, 8], [1.0] * 3)
+    may_encode = threading.Event()
+
+    def held(shard: Shard) -> list[Frame]:
+        if shard.number > 0:
+            may_encode.wait()
+        if shard.number > 1:
+            raise MemoryError("no room")
+        return to_frames(shard)
+
+    monkeypatch.setattr(shards, "to_frames", held)
+    outgoing = Outgoing(3)
+    with ThreadPoolExecutor(1) as threads:
+        encoding = threads.submit(outgoing.encode, batch, [0, 1, 2])
+        first = outgoing.take(0)
+        assert from_frames(first).number == 0
+        assert not encoding.done()
+        may_encode.set()
+        assert len(first) == outgoing.num_frames(1) == len(outgoing.take(1))
+        with pytest.raises(MemoryError, match="no room"):
+            outgoing.num_frames(2)
+
+
+def test_an_image_that_sequences_share_travels_once() -> None:
+    image = Image(data=bytes(100_000), mime="image/png")
+    experts = RoutedExperts(first=0, num_layers=1, top_k=1, id_bytes=1, data=b"\1\2\3")
+    batch = [
+        replace(
+            s,
+            images=(PlacedImage(image=image, start=1, num_tokens=4),),
+            routed_experts=experts,
+        )
+        for s in _of_lengths([8] * 4, [1.0] * 4)
+    ]
+    (shard,) = encode(batch, [0] * 4, 1)
+    frames = to_frames(shard)
+    assert sum(memoryview(frame).nbytes for frame in frames) < 110_000
+    first, second, *_ = from_frames(frames).sequences()
+    assert first.images[0].image is second.images[0].image
+    assert second.routed_experts == experts
+
+
+def test_a_batch_without_loss_tokens_is_sent_too() -> None:
+    empty = replace(_of_lengths([3], [0.0])[0], loss_mask=BoolArray((False,) * 4))
+    (shard,) = encode([empty], assign([empty], 1), 1)
+    assert from_frames(to_frames(shard)).sequences()[0].num_loss_tokens == 0
+    with pytest.raises(ValueError, match="loss mask"):
+        token_weights(shard.sequences(), "token-mean")

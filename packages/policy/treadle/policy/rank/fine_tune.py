@@ -1,0 +1,56 @@
+"""Fine-tuning on the policy ranks: optimizer steps on what the assistant said, and its loss.
+
+Everything is collective, like the policy (see `policy/backend.py`). torch is imported where a step
+is taken, so that the driver can import this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from treadle.policy.client.commands import UpdateStats
+
+if TYPE_CHECKING:
+    from treadle.policy.backend import PolicyBackend
+    from treadle.policy.client.types import LossAggregation, StepStats, TrainSequence
+
+__all__ = ["fine_tune", "logprob_sums", "run_fine_tune"]
+
+
+def fine_tune(
+    policy: PolicyBackend,
+    batches: Iterable[Sequence[TrainSequence]],
+    *,
+    aggregation: LossAggregation = "token-mean",
+) -> Iterator[StepStats]:
+    """Takes one optimizer step per batch, on the mean loss over its sampled tokens.
+
+    Args:
+        policy: Stepped in place, with the optimizer and schedule of its configuration.
+        batches: Consumed one per step; may be a generator.
+        aggregation: How the losses of tokens become the mean.
+
+    Yields:
+        The statistics of each step.
+    """
+    from treadle.policy.algorithms.losses import NegativeLogLikelihood
+
+    loss = NegativeLogLikelihood()
+    for batch in batches:
+        yield policy.train_step(batch, loss, aggregation=aggregation)
+
+
+def run_fine_tune(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
+) -> UpdateStats:
+    """Takes one optimizer step, and looks at what it left."""
+    from treadle.policy.rank.train_batch import not_finite
+
+    steps = tuple(fine_tune(policy, [sequences], aggregation=aggregation))
+    return UpdateStats(steps=steps, broken=not_finite(policy, sequences, 1.0), logprobs_s=0.0)
+
+
+def logprob_sums(policy: PolicyBackend, sequences: Sequence[TrainSequence]) -> tuple[float, ...]:
+    """Returns of each sequence the log-probability of its loss tokens together, in nats."""
+    return tuple(map(sum, policy.logprobs(sequences)))

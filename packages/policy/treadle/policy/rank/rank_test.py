@@ -1,0 +1,49 @@
+import socket
+from typing import Any
+
+import pytest
+
+from treadle.policy.client.commands import OpenRendezvous, Specs
+from treadle.policy.rank.rank import PolicyRank, _kind
+
+
+def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
+    rank = PolicyRank("127.0.0.1")
+    host, _, port = str(rank.execute(OpenRendezvous())).rpartition(":")
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server((host, int(port)))
+
+
+def _raised_in(module: str, error: Exception) -> Exception:
+    """The error, as a function of this module raises it."""
+    namespace: dict[str, Any] = {"__name__": module, "error": error}
+    exec("def fail():\n    raise error", namespace)
+    with pytest.raises(type(error)) as caught:
+        namespace["fail"]()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("torch.distributed.distributed_c10d", "peer"),
+        ("megatron.core.pipeline_parallel.p2p_communication", "peer"),
+        ("megatron.core.distributed.param_and_grad_buffer", "peer"),
+        ("megatron.core.tensor_parallel.layers", "peer"),
+        ("torch.nn.modules.linear", "bug"),
+        ("treadle.policy.backends.megatron.backend", "bug"),
+    ],
+)
+def test_the_end_of_another_rank_is_told_by_where_it_is_noticed(module: str, kind: str) -> None:
+    assert _kind(_raised_in(module, RuntimeError("any text")), Specs()) == kind
+
+
+def test_the_end_of_another_rank_is_told_by_the_type_of_the_error() -> None:
+    from torch import OutOfMemoryError
+    from torch.distributed import DistBackendError, DistNetworkError
+
+    for error in (DistBackendError("any text"), DistNetworkError("any text")):
+        assert _kind(_raised_in("treadle.policy.rank.rank", error), Specs()) == "peer"
+    ours = _raised_in("megatron.core.tensor_parallel.layers", OutOfMemoryError("gloo, nccl"))
+    assert _kind(ours, Specs()) == "bug"
+    assert _kind(ValueError("never raised"), Specs()) == "bug"

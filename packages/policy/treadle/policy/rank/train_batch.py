@@ -1,0 +1,298 @@
+"""The policy update, and the critic's: the optimizer steps of one batch of sequences.
+
+Runs on every rank at once, with the same arguments (see `policy/backend.py`). The order is
+fixed: log-probabilities of the policy before the batch, if the ratio needs them; those of the
+reference, if the loss needs them (neither is computed again where sequences have them); then
+`epochs` x `mini_batches` optimizer steps, each after the selection of tokens, if the loss needs
+one.
+The critic learns from the same mini-batches.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from treadle.agent_loop import FloatArray
+from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.algorithms.kl import kl_penalty
+from treadle.policy.algorithms.mismatch import mismatch_metrics
+from treadle.policy.algorithms.token_selection import token_selector
+from treadle.policy.backend import PolicyBackend
+from treadle.policy.client.batch import cut
+from treadle.policy.client.commands import MeasuredReference, UpdateStats
+from treadle.policy.client.types import StepStats, TokenValues, TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.rank.rank_time import spent_on
+
+if TYPE_CHECKING:
+    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
+
+__all__ = ["measure_reference", "not_finite", "run_critic_update", "run_update"]
+
+
+def run_update(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+    free_memory: bool = False,
+) -> UpdateStats:
+    """Trains on a batch that was sampled with `temperature`; see the module.
+
+    With `free_memory`, cached device memory is released at the end, for other processes.
+    """
+    started = time.perf_counter()
+    with spent_on("logprobs"):
+        prepared = _with_old_logprobs(policy, sequences, algorithm, temperature)
+        computed = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+        mismatch = _mismatch(policy, prepared) if computed else None
+        if algorithm.loss_needs_reference and prepared[0].ref_logprobs is None:
+            reference = policy.reference_logprobs(prepared, temperature=temperature)
+            prepared = [
+                replace(sequence, ref_logprobs=logprobs)
+                for sequence, logprobs in zip(prepared, reference, strict=True)
+            ]
+    logprobs_s = time.perf_counter() - started
+    loss, select = policy_loss(algorithm), token_selector(algorithm)
+    if select is not None:
+        prepared = _with_values_of_all(policy, prepared, ("advantages", "old_logprobs"))
+
+    def with_selection(part: Sequence[TrainSequence]) -> Sequence[TrainSequence]:
+        if select is None:
+            return part
+        with spent_on("logprobs"):
+            return select(part, policy.logprobs(part, temperature=temperature), policy.step)
+
+    steps = [
+        policy.train_step(
+            with_selection(part),
+            loss,
+            aggregation=algorithm.loss_aggregation,
+            aggregation_length=algorithm.aggregation_length,
+            temperature=temperature,
+            keep_tokens=epoch == 0,
+        )
+        for epoch in range(algorithm.epochs)
+        for part in cut(prepared, algorithm.mini_batches)
+    ]
+    if free_memory:
+        torch.cuda.empty_cache()  # does nothing without CUDA
+    return UpdateStats(
+        steps=tuple(replace(step, tokens=None) for step in steps),
+        broken=not_finite(policy, sequences, temperature),
+        logprobs_s=logprobs_s,
+        mismatch=mismatch,
+        tokens=_token_values(policy, steps, prepared if computed else None),
+    )
+
+
+def measure_reference(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+) -> MeasuredReference:
+    """Computes the KL of a batch against the reference, at the weights before its updates.
+
+    Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
+
+    Args:
+        policy: This rank's part of it.
+        sequences: The batch.
+        algorithm: Says which estimate of the KL is taken, and what the update will need.
+        temperature: That of sampling.
+    """
+    ours: list[FloatArray] = []
+    if algorithm.old_logprobs == "policy":
+        ours = policy.logprobs(sequences, temperature=temperature)
+    else:
+        for sequence in sequences:
+            assert sequence.rollout_logprobs is not None, "a rollout always has them"
+            ours.append(sequence.rollout_logprobs)
+    given = [s.ref_logprobs for s in sequences if s.ref_logprobs is not None]
+    # Rollout servers that hold the reference were asked already.
+    theirs = given or policy.reference_logprobs(sequences, temperature=temperature)
+    kl_M = _of_all(
+        policy,
+        sequences,
+        [
+            kl_penalty(_tensor(p), _tensor(ref), algorithm.reward_kl.type).numpy()[s.loss_positions]
+            for s, p, ref in zip(sequences, ours, theirs, strict=True)
+        ],
+    )
+    shares_old = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
+    return MeasuredReference(
+        kl=tuple(_aligned(sequences, kl_M)),
+        old_logprobs=tuple(ours) if shares_old else None,
+        ref_logprobs=tuple(theirs) if algorithm.loss_needs_reference and not given else None,
+    )
+
+
+def run_critic_update(
+    critic: "MegatronCritic",
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    epochs: int,
+    free_memory: bool = False,
+) -> UpdateStats:
+    """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps.
+
+    Args:
+        critic: This rank's part of it.
+        sequences: The batch, with returns.
+        algorithm: Says how the batch is cut, and how the losses of tokens are added up.
+        epochs: Number of passes over the batch.
+        free_memory: Whether cached device memory is released at the end, for other processes.
+    """
+    steps = tuple(
+        critic.train_step(
+            part,
+            aggregation=algorithm.loss_aggregation,
+            aggregation_length=algorithm.aggregation_length,
+        )
+        for _ in range(epochs)
+        for part in cut(sequences, algorithm.mini_batches)
+    )
+    if free_memory:
+        torch.cuda.empty_cache()
+    return UpdateStats(steps=steps, broken=_not_finite_critic(critic, sequences), logprobs_s=0.0)
+
+
+def _not_finite_critic(critic: "MegatronCritic", sequences: Sequence[TrainSequence]) -> str | None:
+    """Returns what of a critic is not finite; see `not_finite`."""
+    if not critic.weights_are_finite():
+        return "a critic with weights that are not finite"
+    (values,) = critic.values([_shortest(sequences)])
+    if not np.isfinite(values).all():
+        return "a critic with weights with which values are not finite"
+    return None
+
+
+def _shortest(sequences: Sequence[TrainSequence]) -> TrainSequence:
+    """Returns the sequence that costs least to compute."""
+    return min((s for s in sequences if s.num_loss_tokens), key=lambda s: len(s.ids))
+
+
+def not_finite(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], temperature: float
+) -> str | None:
+    """Returns what is not finite; finite weights may be so large that what they compute is not."""
+    if not policy.weights_are_finite():
+        return "weights that are not finite"
+    (logprobs,) = policy.logprobs([_shortest(sequences)], temperature=temperature)
+    if not np.isfinite(logprobs).all():
+        return "weights with which log-probabilities are not finite"
+    return None
+
+
+def _with_old_logprobs(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    temperature: float,
+) -> list[TrainSequence]:
+    if algorithm.old_logprobs == "rollout":
+        return [replace(sequence, old_logprobs=sequence.rollout_logprobs) for sequence in sequences]
+    if algorithm.updates_per_batch == 1:
+        return list(sequences)  # the step's own log-probabilities, detached, serve as the old ones
+    if sequences[0].old_logprobs is not None:
+        return list(sequences)
+    old = policy.logprobs(sequences, temperature=temperature)
+    return [
+        replace(sequence, old_logprobs=logprobs)
+        for sequence, logprobs in zip(sequences, old, strict=True)
+    ]
+
+
+def _token_values(
+    policy: PolicyBackend,
+    steps: Sequence[StepStats],
+    measured: Sequence[TrainSequence] | None,
+) -> TokenValues:
+    """Returns the values of all loss tokens of the batch.
+
+    Args:
+        policy: Has computed them.
+        steps: Those of the first epoch have the values of their mini-batch each.
+        measured: The batch with the policy's log-probabilities before the update, if there are any.
+    """
+    kept = [step.tokens for step in steps if step.tokens is not None]
+    logprobs_M = np.concatenate([tokens.logprobs_M for tokens in kept])
+    if measured is not None:
+        before = [s.at_loss_tokens("old_logprobs") for s in measured]
+        logprobs_M = _of_all(policy, measured, before)
+    return TokenValues(
+        logprobs_M=logprobs_M, entropy_M=np.concatenate([tokens.entropy_M for tokens in kept])
+    )
+
+
+def _mismatch(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence]
+) -> Mapping[str, float] | None:
+    """Returns metrics of sequences with old log-probabilities; None if no engine sampled them."""
+    if any(s.old_logprobs is None or s.rollout_logprobs is None for s in sequences):
+        return None
+    ours = [s.at_loss_tokens("old_logprobs") for s in sequences]
+    theirs = [s.at_loss_tokens("rollout_logprobs") for s in sequences]
+    gaps_M = _of_all(policy, sequences, [p - q for p, q in zip(ours, theirs, strict=True)])
+    stale = [s.flags_at_loss_tokens("stale").astype(np.float32) for s in sequences]
+    stale_M = _of_all(policy, sequences, stale).astype(np.bool_)
+    if not len(gaps_M):
+        return None
+    return mismatch_metrics(torch.from_numpy(gaps_M), torch.from_numpy(stale_M))
+
+
+def _of_all(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    values: Sequence[NDArray[np.float32]],
+) -> NDArray[np.float32]:
+    """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
+
+    Args:
+        policy: Knows the other ranks.
+        sequences: The batch.
+        values: Of the loss tokens of each; nothing is read of an outline's.
+    """
+    own = [
+        np.zeros_like(each) if sequence.is_outline else each
+        for sequence, each in zip(sequences, values, strict=True)
+    ]
+    own_M = np.concatenate(own)
+    return own_M if sequences[0].shard is None else policy.sum_over_shards(own_M)
+
+
+def _aligned(sequences: Sequence[TrainSequence], values_M: NDArray[np.float32]) -> list[FloatArray]:
+    """Returns [M] numbers of all loss tokens as [L] of each sequence."""
+    ends = np.cumsum([sequence.num_loss_tokens for sequence in sequences])[:-1]
+    parts = np.split(values_M, ends)
+    return [sequence.aligned(each) for sequence, each in zip(sequences, parts, strict=True)]
+
+
+def _with_values_of_all(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], names: Sequence[str]
+) -> list[TrainSequence]:
+    """Returns the batch whose outlines have the true values of some fields, where they differ."""
+    found = list(sequences)
+    for name in names:
+        if any(getattr(s, name) is None for s in sequences):
+            continue
+        values_M = _of_all(policy, sequences, [s.at_loss_tokens(name) for s in sequences])
+        changed: list[dict[str, Any]] = [{name: each} for each in _aligned(sequences, values_M)]
+        found = [
+            replace(s, **change) if s.is_outline else s
+            for s, change in zip(found, changed, strict=True)
+        ]
+    return found
+
+
+def _tensor(values: FloatArray) -> torch.Tensor:
+    return torch.from_numpy(np.array(values, dtype=np.float32))

@@ -1,0 +1,207 @@
+"""File transport: the weights travel as safetensors files, one file per sending rank.
+
+Data flow: the ranks write their files below a folder of the update. The driver begins the update
+on all servers with the checksums of the tensors; the servers read the files before they answer.
+Then the driver commits.
+
+Who waits for whom: the driver waits for all ranks, then for all servers. A server that could not
+read the files gets them written again, under another update, while the others already serve.
+
+Invariants: a file appears under its name only when it is complete and on disk. The files of an
+attempt are removed when it ends, however it ends.
+
+The files' metadata are "weight_version"; a file of changes holds each tensor's encoding as U8, and
+has "base_weight_version" and the "element_type" of the values too.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import uuid
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from treadle.policy.client.commands import SendReport, WriteFiles
+from treadle.policy.client.types import ElementType
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import Outcome
+from treadle.policy.weight_sync.payload import WeightSource, num_bytes, own_weights, tensor_bytes
+from treadle.policy.weight_sync.update_round import UpdateRound
+
+__all__ = ["FileEntry", "publish_files", "send_files", "write_file", "write_files"]
+
+_NAMES: dict[ElementType, str] = {"float32": "F32", "bfloat16": "BF16"}
+
+
+# --- the driver's side ---------------------------------------------------------------------------
+
+
+async def publish_files(update_round: UpdateRound, directory: Path) -> None:
+    """Leaves in `update_round.live` the servers that sample from the version.
+
+    Args:
+        update_round: The version and the servers.
+        directory: Where the files go; the servers can read below it.
+
+    Raises:
+        WeightSyncError: Trainer and servers are incompatible.
+        PolicyError: A policy rank failed.
+    """
+    attempts = update_round.config.max_push_attempts
+    done: dict[str, WeightSyncClient] = {}
+    for attempt in range(attempts):
+        await send_files(update_round, directory, last=attempt + 1 == attempts)
+        await update_round.commit()
+        done |= update_round.live
+        if not update_round.to_retry:
+            break
+        update_round.live, update_round.to_retry = update_round.to_retry, {}
+        update_round.update_id = uuid.uuid4().hex
+    update_round.live = done
+
+
+async def send_files(update_round: UpdateRound, directory: Path, *, last: bool = False) -> None:
+    """Leaves in `update_round.live` the servers that have read every byte.
+
+    Servers that could not read the files go to `update_round.to_retry`; on the `last` attempt they
+    fail.
+
+    Raises:
+        WeightSyncError: Trainer and servers are incompatible.
+        PolicyError: A policy rank failed.
+    """
+    delta = update_round.delta
+    folder = directory / update_round.update_id
+    command = WriteFiles(
+        directory=folder,
+        element_type=update_round.element_type,
+        version=update_round.version,
+        base_version=None if delta is None else delta.base_version,
+    )
+    try:
+        reports = cast("list[SendReport]", await update_round.policy.call(command))
+        checksums = {name: crc for report in reports for name, crc in report.crc32.items()}
+        request = update_round.begin_request()
+        request.file.directory = str(folder)
+        request.file.crc32.extend(checksums[spec.name] for spec in update_round.specs)
+        await update_round.begin(request, again=None if last else Outcome.RESTART)
+    finally:
+        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+# --- the rank's side -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One tensor in a file's header.
+
+    Attributes:
+        name: Hugging Face name.
+        dtype: safetensors' name of the element type.
+        shape: Of the tensor.
+        num_bytes: Of the tensor.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def write_files(policy: WeightSource, command: WriteFiles, *, rank: int) -> SendReport:
+    """Writes this rank's weights below `command.directory`. Every rank must call it.
+
+    Raises:
+        OSError: The disk is full or the directory cannot be written; no file appears.
+    """
+    specs = policy.weight_specs()
+    entries = [
+        FileEntry(
+            name=spec.name,
+            dtype=_NAMES[command.element_type],
+            shape=spec.shape,
+            num_bytes=num_bytes(spec, command.element_type),
+        )
+        for spec in specs
+        if spec.sender == rank
+    ]
+    parts = (
+        (named.name, tensor_bytes(named.tensor, command.element_type))
+        for _, named in own_weights(policy, specs, rank)
+    )
+    return write_file(command, entries, parts, rank=rank)
+
+
+def write_file(
+    command: WriteFiles,
+    entries: Sequence[FileEntry],
+    parts: Iterable[tuple[str, memoryview]],
+    *,
+    rank: int,
+) -> SendReport:
+    """Writes a rank's file; none if the rank has no entries.
+
+    Args:
+        command: Says where, and of which version.
+        entries: All tensors of the file.
+        parts: Their names and bytes, in the same order; run to the end.
+        rank: Names the file.
+
+    Raises:
+        OSError: The disk is full or the directory cannot be written; no file appears.
+    """
+    if not entries:
+        for _ in parts:  # the export is collective: the other ranks wait for this one
+            pass
+        return SendReport(num_bytes=0, crc32={}, errors={})
+    path = command.directory / f"rank-{rank:05d}.safetensors"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    crc32: dict[str, int] = {}
+    try:
+        with partial.open("wb") as file:
+            file.write(_header(entries, _metadata(command)))
+            for entry, (name, data) in zip(entries, parts, strict=True):
+                assert entry.name == name, "weights come in the order of their specs"
+                file.write(data)
+                crc32[name] = zlib.crc32(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        # The system names no path where a write fails.
+        what = f"{error.strerror} (make room, or set sync.transport.directory to another disk)"
+        raise OSError(error.errno, what, str(path)) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return SendReport(num_bytes=sum(e.num_bytes for e in entries), crc32=crc32, errors={})
+
+
+def _metadata(command: WriteFiles) -> dict[str, str]:
+    metadata = {"weight_version": str(command.version)}
+    if command.base_version is not None:
+        metadata["base_weight_version"] = str(command.base_version)
+        metadata["element_type"] = command.element_type
+    return metadata
+
+
+def _header(entries: Sequence[FileEntry], metadata: dict[str, str]) -> bytes:
+    """Returns the safetensors header: its length, then JSON padded with spaces to 8 bytes."""
+    header: dict[str, object] = {"__metadata__": metadata}
+    offset = 0
+    for entry in entries:
+        end = offset + entry.num_bytes
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
