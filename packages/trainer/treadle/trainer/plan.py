@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treadle.policy.config.critic import CriticConfig
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
-from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.trainer.cli.console import exit_text, fail, new_run_dir, say
+from treadle.trainer.checkpoint.run_directory import new_run_dir
+from treadle.trainer.cli.console import exit_text, fail, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.trainer.cli.console import FULL_DISK, fail, new_run_dir, say
+from treadle.trainer.checkpoint.run_directory import new_run_dir
+from treadle.trainer.cli.console import FULL_DISK, fail, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedSftConfig, load_sft_config
 

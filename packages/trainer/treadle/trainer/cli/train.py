@@ -11,8 +11,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.cli.config_files import add_config_options, config_files
-from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
+from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO

@@ -18,9 +18,9 @@ from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.weight_sync import WeightSyncConfig
 from treadle.trainer.config.launch import LaunchConfig, LocalLaunchConfig, RayLaunchConfig
+from treadle.trainer.config.logger_names import ALWAYS, NAMED, same_short_name, unknown_logger
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.topology import make_topology
-from treadle.trainer.loggers.named import ALWAYS, NAMED, same_short_name, unknown_logger
 
 __all__ = [
     "AgentConfig",

@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-from treadle.trainer.cli.console import new_run_dir
+from treadle.trainer.checkpoint.run_directory import RunDirectoryError, new_run_dir
 from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataError

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from treadle.agent_loop import SetupError
 from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError
@@ -20,7 +21,6 @@ from treadle.trainer.data.load_data import load_renderer, model_context
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
-from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
