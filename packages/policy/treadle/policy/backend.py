@@ -12,10 +12,13 @@ Shape suffixes: L tokens of one sequence, T loss tokens and S samples of one mic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+from treadle.policy.client.types import StepStats
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,8 +28,9 @@ if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import (
         LossAggregation,
+        LossStats,
         NamedTensor,
-        StepStats,
+        OptimizerStats,
         TensorSpec,
         TrainSequence,
     )
@@ -96,6 +100,8 @@ class LossFn(Protocol):
 class PolicyBackend(Protocol):
     """The policy on one rank. Every method is collective (see the module docstring).
 
+    A backend derives from this class, which has `train_step`.
+
     A `temperature` divides the logits. Log-probabilities and gradients belong to the distribution
     that was sampled from only if it is the sampling temperature.
     """
@@ -135,6 +141,37 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def forward_backward(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+        keep_tokens: bool = False,
+    ) -> LossStats:
+        """Adds the gradient of the aggregated loss of `sequences` to that of the next step.
+
+        Each call normalises the weights of tokens over its own `sequences`. Calls on the parts of a
+        batch therefore equal one call on the batch with the aggregation `token-sum`, which does not
+        normalise; other weights go into the advantages.
+
+        With `keep_tokens`, the result has what was computed of each loss token.
+
+        Raises:
+            ValueError: No sequence has a loss token, or only some have an optional field.
+        """
+        ...
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Takes a step with the gradient that was added up, clipped; the next begins at 0.
+
+        Raises:
+            RuntimeError: There was no `forward_backward` since the last step.
+        """
+        ...
+
     def train_step(
         self,
         sequences: Sequence[TrainSequence],
@@ -145,11 +182,20 @@ class PolicyBackend(Protocol):
         temperature: float = 1.0,
         keep_tokens: bool = False,
     ) -> StepStats:
-        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`.
+        """Takes one optimizer step on the aggregated loss of all `sequences`.
 
-        With `keep_tokens`, the result has what was computed of each loss token.
+        See `forward_backward` and `optimizer_step`.
         """
-        ...
+        began = time.perf_counter()
+        computed = self.forward_backward(
+            sequences,
+            loss,
+            aggregation=aggregation,
+            aggregation_length=aggregation_length,
+            temperature=temperature,
+            keep_tokens=keep_tokens,
+        )
+        return step_stats(computed, self.optimizer_step(), time_s=time.perf_counter() - began)
 
     def weights_are_finite(self) -> bool:
         """Returns whether no weight is infinite or NaN; the same on every rank."""
@@ -204,6 +250,14 @@ class PolicyBackend(Protocol):
                 weights are not finite.
         """
         ...
+
+
+def step_stats(loss: LossStats, optimizer: OptimizerStats, *, time_s: float) -> StepStats:
+    """Returns the statistics of a whole step."""
+    parts: dict[str, Any] = {
+        each.name: getattr(part, each.name) for part in (loss, optimizer) for each in fields(part)
+    }
+    return StepStats(**parts | {"time_s": time_s})
 
 
 class CheckpointError(Exception):

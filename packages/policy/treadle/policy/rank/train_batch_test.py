@@ -9,12 +9,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from treadle.agent_loop import BoolArray, FloatArray
-from treadle.policy.backend import LossFn
+from treadle.policy.backend import LossFn, PolicyBackend
 from treadle.policy.client.batch import cut
 from treadle.policy.client.types import (
     LossAggregation,
+    LossStats,
     NamedTensor,
-    StepStats,
+    OptimizerStats,
     TensorSpec,
     TokenValues,
     TrainSequence,
@@ -23,7 +24,7 @@ from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
 
 
-class _Policy:
+class _Policy(PolicyBackend):
     """Records its calls; its log-probabilities are -1, the reference's -2."""
 
     step = 0
@@ -48,7 +49,7 @@ class _Policy:
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         return values_M
 
-    def train_step(
+    def forward_backward(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -57,17 +58,13 @@ class _Policy:
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> StepStats:
+    ) -> LossStats:
         self.temperatures.add(temperature)
         self.trained.append(sequences)
         number = len(self.trained)
         values_M = np.full(sum(s.num_loss_tokens for s in sequences), -10.0 * number, np.float32)
-        return StepStats(
-            step=len(self.trained),
+        return LossStats(
             loss=0.0,
-            grad_norm=0.0,
-            skipped=False,
-            learning_rate=0.0,
             num_sequences=len(sequences),
             num_computed=len(sequences),
             num_tokens=0,
@@ -76,6 +73,11 @@ class _Policy:
             num_micro_batches=1,
             time_s=0.0,
             tokens=TokenValues(logprobs_M=values_M, entropy_M=-values_M) if keep_tokens else None,
+        )
+
+    def optimizer_step(self) -> OptimizerStats:
+        return OptimizerStats(
+            step=len(self.trained), grad_norm=0.0, skipped=False, learning_rate=0.0
         )
 
     def weights_are_finite(self) -> bool:
