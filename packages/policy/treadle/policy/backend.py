@@ -22,10 +22,13 @@ from treadle.policy.client.types import StepStats
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
+    from treadle.policy.client.commands import OffloadReport
+    from treadle.policy.client.shards import Frame
     from treadle.policy.client.types import (
         LossAggregation,
         LossStats,
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
         TensorSpec,
         TrainSequence,
     )
+    from treadle.policy.config.critic import CriticConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,29 @@ class LossOutput:
     metrics_T: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet: at an address, through a shared file, or, if alone, nowhere.
+
+    Attributes:
+        master_port: Rank 0 listens here until all have come. Not used with `shared_file` or by a
+            world of one.
+        listener: The socket of rank 0 that listens there already, and becomes the store's.
+        shared_file: For ranks on one machine: a path that does not exist yet.
+        local_rank: Which GPU of its machine this rank uses.
+        timeout_s: A collective operation that waits longer for another rank fails.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    listener: int | None = None
+    shared_file: Path | None = None
+    local_rank: int = 0
+    timeout_s: float = 600.0
+
+
 class LossFn(Protocol):
     """A per-token loss. `treadle.policy.algorithms.losses` has the implementations."""
 
@@ -109,6 +136,24 @@ class PolicyBackend(Protocol):
     @property
     def step(self) -> int:
         """Optimizer steps since the beginning of training, over all resumes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of `export_weights` are."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that compute the same sequences."""
+        ...
+
+    def share(self, frame: Frame | None) -> Frame:
+        """Returns what the leading rank gives; collective over those with the same sequences.
+
+        Args:
+            frame: The leader's bytes; None on the others.
+        """
         ...
 
     def logprobs(
@@ -249,6 +294,77 @@ class PolicyBackend(Protocol):
             CheckpointError: There is no complete checkpoint, or it is of another model, or its
                 weights are not finite.
         """
+        ...
+
+    def make_critic(self, config: CriticConfig) -> CriticBackend:
+        """Loads a critic beside the policy, with its layout; the critic's value head begins at 0.
+
+        Raises:
+            RuntimeError: The backend has no critic (see `Capabilities`).
+        """
+        ...
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        ...
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the policy's ranks; the object cannot be used afterwards."""
+        ...
+
+
+class CriticBackend(Protocol):
+    """The critic on one rank, beside the policy. Every method is collective."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        ...
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
+        """Returns the value of the state before each loss token, 0.0 elsewhere.
+
+        Returns:
+            One [L] array per sequence, the same on every rank.
+        """
+        ...
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+    ) -> StepStats:
+        """Takes one optimizer step on the value loss of all sequences.
+
+        Raises:
+            ValueError: No sequence has a loss token, or one has no values or no returns.
+        """
+        ...
+
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """See `PolicyBackend.save`."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """See `PolicyBackend.load`."""
+        ...
+
+    def release_memory(self) -> None:
+        """See `PolicyBackend.release_memory`."""
+        ...
+
+    def take_offload_report(self) -> OffloadReport:
+        """See `PolicyBackend.take_offload_report`."""
         ...
 
 

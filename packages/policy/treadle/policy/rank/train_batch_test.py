@@ -1,22 +1,19 @@
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from treadle.agent_loop import BoolArray, FloatArray
-from treadle.policy.backend import LossFn, PolicyBackend
+from treadle.policy.backend import LossFn
+from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import cut
 from treadle.policy.client.types import (
     LossAggregation,
     LossStats,
-    NamedTensor,
     OptimizerStats,
-    TensorSpec,
     TokenValues,
     TrainSequence,
 )
@@ -24,13 +21,12 @@ from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
 
 
-class _Policy(PolicyBackend):
+class _Policy(FakePolicy):
     """Records its calls; its log-probabilities are -1, the reference's -2."""
-
-    step = 0
 
     def __init__(self, *, weight: float = 1.0, logprob: float = -1.0) -> None:
         self.weight, self.logprob = weight, logprob
+        self._step = 0
         self.trained: list[Sequence[TrainSequence]] = []
         self.temperatures: set[float] = set()
 
@@ -45,9 +41,6 @@ class _Policy(PolicyBackend):
     ) -> list[FloatArray]:
         self.temperatures.add(temperature)
         return [FloatArray((-2.0,) * len(sequence.ids)) for sequence in sequences]
-
-    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
-        return values_M
 
     def forward_backward(
         self,
@@ -82,24 +75,6 @@ class _Policy(PolicyBackend):
 
     def weights_are_finite(self) -> bool:
         return math.isfinite(self.weight)
-
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        raise NotImplementedError
-
-    def export_weights(self) -> Iterator[NamedTensor]:
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        raise NotImplementedError
-
-    def save_hf(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def save_adapter(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, directory: Path) -> None:
-        raise NotImplementedError
 
 
 _SEQUENCES = tuple(

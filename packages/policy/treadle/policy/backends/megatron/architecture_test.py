@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.backend import Rendezvous
 from treadle.policy.backends.megatron.architecture import (
     MODEL_TYPES,
     REFUSED,
@@ -17,7 +18,6 @@ from treadle.policy.backends.megatron.architecture import (
     UnsupportedModelError,
 )
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.parallel import Rendezvous
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import SETTINGS, sequences, write_model
 from treadle.policy.backends.megatron.vision.shape import NAMING

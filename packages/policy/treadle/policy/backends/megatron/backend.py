@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.algorithms.mismatch import mismatch_metrics
-from treadle.policy.backend import LossFn, LossInputs, PolicyBackend
+from treadle.policy.backend import LossFn, LossInputs, PolicyBackend, Rendezvous
 from treadle.policy.backends.hf_weights import WeightsReader
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
@@ -62,7 +62,10 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import LossOutput
+    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
+    from treadle.policy.client.shards import Frame
     from treadle.policy.client.types import TrainSequence
+    from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 
 
@@ -73,7 +76,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         self,
         config: PolicyConfig,
         model_path: Path,
-        rendezvous: parallel.Rendezvous | None = None,
+        rendezvous: Rendezvous | None = None,
         *,
         keep_reference: bool = False,
         reference_path: Path | None = None,
@@ -99,9 +102,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         self._model_path = model_path
         self.architecture = Architecture.from_folder(model_path)
         self.architecture.check_sharing(config.share_prefixes)
-        self.world = parallel.start(
-            config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
-        )
+        self.world = parallel.start(config.parallel, rendezvous or Rendezvous(), seed=config.seed)
         try:
             self.images = self._image_packer()
             self._model = build(self.architecture, config, self.world)
@@ -154,8 +155,28 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         model.requires_grad_(requires_grad=False)
         return model
 
+    @property
+    def device(self) -> torch.device:
+        """See `PolicyBackend.device`."""
+        return device.device()
+
+    @property
+    def leads(self) -> bool:
+        """See `PolicyBackend.leads`."""
+        return self.world.leads
+
+    def share(self, frame: Frame | None) -> Frame:
+        """See `PolicyBackend.share`."""
+        return self.world.share(frame)
+
+    def make_critic(self, config: CriticConfig) -> MegatronCritic:
+        """See `PolicyBackend.make_critic`."""
+        from treadle.policy.backends.megatron.critic.backend import MegatronCritic
+
+        return MegatronCritic(self, config, self._config, self._model_path)
+
     def close(self) -> None:
-        """Leaves the policy's ranks; the object cannot be used afterwards."""
+        """See `PolicyBackend.close`."""
         self.world.close()
 
     def _copied(self, parameter: Tensor) -> Tensor:

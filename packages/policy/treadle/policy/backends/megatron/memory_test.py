@@ -8,6 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.backend import Rendezvous
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.memory import (
@@ -18,7 +19,6 @@ from treadle.policy.backends.megatron.memory import (
     stage_parameters,
 )
 from treadle.policy.backends.megatron.packing import MicroBatch, Packer
-from treadle.policy.backends.megatron.parallel import Rendezvous
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.config.algorithm import AlgorithmConfig

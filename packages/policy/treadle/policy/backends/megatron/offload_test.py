@@ -179,9 +179,9 @@ LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"data": 2}]
 
 
 def on_two_ranks(task: RankTask) -> list[list[Any]]:
+    from treadle.policy.backend import Rendezvous
     from treadle.policy.backends.megatron.backend import MegatronPolicy
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-    from treadle.policy.backends.megatron.parallel import Rendezvous
     from treadle.policy.rank.train_batch import run_critic_update, run_update
 
     folder, places = task.argument

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.megatron import checkpoint, pipeline, weights
-from treadle.policy.backends.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.client.types import OptimizerStats
 from treadle.policy.rank.rank_time import spent_on
 
@@ -77,7 +77,7 @@ class TrainedModel:
         self._has_gradient = False
         self._offload.restore("parameters", "gradients")
         pipeline.reduce_gradients(self._net)
-        lr = learning_rate(self._settings, self._step)
+        lr = self._settings.learning_rate(self._step)
         self._offload.restore("optimizer")
         with spent_on("optimizer"):
             applied = self._optimizer.apply(lr)
