@@ -11,7 +11,6 @@ import contextlib
 import gc
 import logging
 import socket
-import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +18,12 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
 from treadle.agent_loop import SetupError
-from treadle.policy.backend import CheckpointError
+from treadle.policy.backend import (
+    CheckpointError,
+    CriticBackend,
+    PolicyBackend,
+    Rendezvous,
+)
 from treadle.policy.client.commands import (
     Broadcast,
     Command,
@@ -58,8 +62,6 @@ from treadle.policy.rank.driver_connection import serve_driver
 from treadle.policy.rank.rank_time import RANK_TIME, RankCause, spent_on
 
 if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.weight_sync.delta import DeltaSender
     from treadle.policy.weight_sync.transports.collective import CollectiveSender
     from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
@@ -83,8 +85,8 @@ class PolicyRank:
         self._host = host
         self._rank = 0
         self._listener: socket.socket | None = None
-        self._policy: MegatronPolicy | None = None
-        self._critic: MegatronCritic | None = None
+        self._policy: PolicyBackend | None = None
+        self._critic: CriticBackend | None = None
         self._sender: SharedMemorySender | None = None
         self._collective: CollectiveSender | None = None
         self._delta: DeltaSender | None = None
@@ -105,17 +107,17 @@ class PolicyRank:
     def _received(self, sharded: Sharded) -> PlainCommand:
         """Returns the command with its sequences; collective over the ranks that share them."""
         assert self._policy is not None, "InitModel comes first"
-        world = self._policy.world
-        own = sharded.frames if world.leads else (None,) * sharded.num_frames
-        shard = from_frames([world.share(frame) for frame in own])
+        policy = self._policy
+        own = sharded.frames if policy.leads else (None,) * sharded.num_frames
+        shard = from_frames([policy.share(frame) for frame in own])
         return replace(sharded.command, sequences=shard.sequences())
 
     @property
     def leads(self) -> bool:
         """Whether the driver gives sequences to this rank, and not to a sibling."""
-        return self._policy is not None and self._policy.world.leads
+        return self._policy is not None and self._policy.leads
 
-    def _models(self) -> "Iterator[MegatronPolicy | MegatronCritic]":
+    def _models(self) -> "Iterator[PolicyBackend | CriticBackend]":
         if self._policy is not None:
             yield self._policy
         if self._critic is not None:
@@ -243,42 +245,36 @@ class PolicyRank:
         return self._delta
 
     def _collective_sender(self) -> "CollectiveSender":
-        from treadle.policy.backends.megatron.device import device
         from treadle.policy.weight_sync.transports.collective import CollectiveSender
 
         if self._collective is None:
-            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
+            assert self._policy is not None, "InitModel comes first"
+            device = self._policy.device
+            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device)
         return self._collective
 
     def _build(self, command: InitModel) -> int:
-        # Megatron imports it where it is installed, and it then makes temporary directories which a
-        # killed process leaves behind.
-        with _hidden("wandb"), _uncollected():
-            from treadle.policy.backends.megatron.backend import MegatronPolicy
-            from treadle.policy.backends.megatron.parallel import Rendezvous
+        from treadle.policy.backends import registry
 
         self._rank = command.rank
-        self._policy = MegatronPolicy(
-            command.config,
-            command.model_path,
-            Rendezvous(
-                rank=command.rank,
-                world_size=command.world_size,
-                master_addr=command.master_addr,
-                master_port=command.master_port,
-                listener=self._listener.detach() if self._listener is not None else None,
-                local_rank=command.local_rank,
-                timeout_s=command.config.collective_timeout_s,
-            ),
-            keep_reference=command.with_reference,
-            reference_path=command.reference_path,
-        )
-        if command.critic is not None:
-            from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-
-            self._critic = MegatronCritic(
-                self._policy, command.critic, command.config, command.model_path
+        with _uncollected():
+            self._policy = registry.build(
+                command.config,
+                command.model_path,
+                Rendezvous(
+                    rank=command.rank,
+                    world_size=command.world_size,
+                    master_addr=command.master_addr,
+                    master_port=command.master_port,
+                    listener=self._listener.detach() if self._listener is not None else None,
+                    local_rank=command.local_rank,
+                    timeout_s=command.config.collective_timeout_s,
+                ),
+                keep_reference=command.with_reference,
+                reference_path=command.reference_path,
             )
+        if command.critic is not None:
+            self._critic = self._policy.make_critic(command.critic)
         return self._policy.step
 
 
@@ -314,19 +310,6 @@ def _sum_of(reports: Sequence[OffloadReport]) -> OffloadReport:
         freed_bytes=sum(report.freed_bytes for report in reports),
         host_bytes=sum(report.host_bytes for report in reports),
     )
-
-
-@contextlib.contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Lets a module look like one that is not installed, unless it is imported already."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 @contextlib.contextmanager

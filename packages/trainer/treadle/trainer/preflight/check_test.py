@@ -126,6 +126,30 @@ def test_a_model_that_cannot_be_trained(
     assert not isinstance(raised.value, SeveralProblems)
 
 
+def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) -> None:
+    cannot = {
+        "policy.parallel.data=2": "policy.parallel.data=1",
+        "policy.dtype=bfloat16": "policy.dtype=float32",
+        "policy.lora.rank=4": "policy.lora.rank=0",
+        "policy.offload.parameters=true": "policy.offload={}",
+        "policy.recompute=full": "policy.recompute=none",
+        "policy.share_prefixes=always": "policy.share_prefixes=auto",
+        "algorithm.advantage=gae": "algorithm.advantage=grpo",
+    }
+    with pytest.raises(SeveralProblems) as raised:
+        _check("policy.backend=fake", *cannot, rows=rows)
+    said = [str(error) for error in raised.value.errors]
+    assert len(said) == len(cannot)
+    for line, fix in zip(said, cannot.values(), strict=True):
+        assert line.startswith("policy.backend=fake has no ")
+        assert line.endswith(f": set {fix}, or policy.backend=megatron")
+    lines = dict(_check("policy.backend=fake", rows=rows).plan.rows())
+    assert lines["architecture"] == "qwen2, 131200 parameters, context of 1024 tokens"
+    _change_json(model / "config.json", model_type="phi3")
+    with pytest.raises(SetupError, match=r"'phi3' is not supported by the fake backend; .*llama"):
+        _check("policy.backend=fake", f"model.path={model}", rows=rows)
+
+
 def test_routing_is_replayed_by_models_with_experts_only(rows: Path) -> None:
     says = (
         "routing_replay=true needs a model with experts, but qwen2 has none here: set it to false"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
+from treadle.policy.backends.registry import describe
 from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
 from treadle.trainer.config.logger_names import ALWAYS
@@ -24,9 +25,10 @@ from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
+    check_backend,
     check_config_file,
-    check_experts,
     check_policy_parallel,
+    check_training,
     check_vocabulary,
     check_weights,
     read_architecture,
@@ -188,6 +190,9 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
     """Looks at the model's files; returns its chat format if that can be used."""
     source = config.model.path
     folder = renderer = architecture = None
+    backend = describe(config.policy.backend)
+    with problems.collected():
+        check_backend(backend, config.policy)
     with problems.collected():
         folder = resolve_model(source, weights=False)
     if folder is None:
@@ -197,7 +202,7 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
             check_weights(folder)
     readable = False
     with problems.collected():
-        check_config_file(folder)
+        check_config_file(folder, backend.model_types)
         readable = True
     if not readable:
         return None
@@ -209,15 +214,15 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
                 f"{longest}: lower it"
             )
     with problems.collected():
-        architecture = read_architecture(folder)
+        architecture = read_architecture(folder, backend)
     with problems.collected():
         model = config.model.model_copy(update={"path": folder})
         renderer = load_renderer(config.model_copy(update={"model": model}))
     if architecture is not None:
         with problems.collected():
-            check_policy_parallel(config.policy.parallel, architecture)
+            check_policy_parallel(backend, config.policy.parallel, architecture)
         with problems.collected():
-            check_experts(config.policy, architecture)
+            check_training(backend, config.policy, architecture)
         if renderer is not None:
             with problems.collected():
                 check_vocabulary(folder, architecture, renderer)

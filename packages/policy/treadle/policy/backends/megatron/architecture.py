@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from treadle.policy.backends.description import ModelShape, UnsupportedModelError
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
 from treadle.policy.backends.megatron.vision.shape import VisionShape
 
@@ -177,17 +178,12 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class UnsupportedModelError(ValueError):
-    """The model needs something that the Megatron backend does not compute."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class Architecture(ModelShape):
     """Sizes and settings of a decoder with rotary positions and gated feed-forward parts.
 
     Attributes:
         experts: Sizes of the layers with experts; None: the model is dense.
-        tied: Whether the output layer is the embedding.
         rope_theta: Base of the rotary frequencies.
         rope_local_theta: The same for layers with a window, if theirs differ; those are not scaled.
         rope_share: Share of a head's dimensions that rotary positions turn.
@@ -201,18 +197,8 @@ class Architecture:
         vision: The tower of a model that sees; None: it reads text only.
     """
 
-    model_type: str
-    num_layers: int
-    hidden_size: int
     ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
     rope_theta: float
-    tied: bool
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertShape | None = None

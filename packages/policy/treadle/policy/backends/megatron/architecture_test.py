@@ -10,14 +10,10 @@ import torch
 import transformers
 
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backends.megatron.architecture import (
-    MODEL_TYPES,
-    REFUSED,
-    Architecture,
-    UnsupportedModelError,
-)
+from treadle.policy.backend import Rendezvous
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import MODEL_TYPES, REFUSED, Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.parallel import Rendezvous
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import SETTINGS, sequences, write_model
 from treadle.policy.backends.megatron.vision.shape import NAMING

@@ -11,11 +11,11 @@ import torch
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood
-from treadle.policy.backend import CheckpointError, LossFn, LossInputs, LossOutput
-from treadle.policy.backends.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.policy.backend import CheckpointError, LossFn, LossInputs, LossOutput, Rendezvous
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.parallel import Rendezvous
 from treadle.policy.backends.megatron.testing.tiny import VOCAB, sequences, write_model
 from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig

@@ -13,6 +13,7 @@ from treadle.agent_loop import FloatArray
 from treadle.policy.backends.megatron.offload import Offload
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
+from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.commands import (
     Command,
     InitModel,
@@ -80,11 +81,12 @@ def on_the_device(rank: PolicyRank) -> int:
     """Returns the bytes that the models of a rank have there."""
     total = 0
     for model in rank._models():
+        assert isinstance(model, TrainedModel)
         tensors = [*model._net.parameters(), *model._optimizer.tensors()]
         buffers = [*model._net.buffers, *model._net.expert_parallel_buffers]
         tensors += [t for b in buffers for t in (b.grad_data, b.param_data) if t is not None]
         total += sum(t.untyped_storage().nbytes() for t in tensors)
-    other = rank._policy._reference if rank._policy is not None else None
+    other = getattr(rank._policy, "_reference", None)
     if isinstance(other, torch.nn.Module):
         total += sum(t.untyped_storage().nbytes() for t in other.parameters())
     return total
@@ -179,9 +181,9 @@ LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"data": 2}]
 
 
 def on_two_ranks(task: RankTask) -> list[list[Any]]:
+    from treadle.policy.backend import Rendezvous
     from treadle.policy.backends.megatron.backend import MegatronPolicy
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-    from treadle.policy.backends.megatron.parallel import Rendezvous
     from treadle.policy.rank.train_batch import run_critic_update, run_update
 
     folder, places = task.argument

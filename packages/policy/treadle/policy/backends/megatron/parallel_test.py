@@ -139,7 +139,7 @@ def _ramp(sequence: TrainSequence) -> tuple[float, ...]:
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     results = []
     for number, cases in enumerate(ROUNDS):

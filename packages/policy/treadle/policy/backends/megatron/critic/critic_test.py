@@ -171,7 +171,7 @@ def taught(
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     results = []
     for number, layouts in enumerate(LAYOUTS):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.losses import ClippedSurrogate
-from treadle.policy.backends.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.experts.routing import Routing
 from treadle.policy.backends.megatron.packing import MicroBatch, Packer

@@ -176,7 +176,7 @@ SINGLE = {
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     models, saved = task.argument
     results = []

@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backend import CheckpointError
+from treadle.policy.backend import CheckpointError, Rendezvous
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.lora.adapter import AdapterError
-from treadle.policy.backends.megatron.parallel import Rendezvous
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.config.algorithm import AlgorithmConfig

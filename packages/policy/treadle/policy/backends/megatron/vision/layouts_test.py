@@ -75,7 +75,7 @@ def train(
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     results = []
     for number, cases in enumerate(ROUNDS):

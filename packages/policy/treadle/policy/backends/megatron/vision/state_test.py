@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backends.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 from treadle.policy.backends.megatron.memory import estimate_memory
