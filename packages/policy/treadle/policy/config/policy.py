@@ -201,6 +201,10 @@ class PolicyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    command: tuple[str, ...] = ()
+    """Program and leading arguments that start a rank in an environment of its own, with another
+    Python and another torch, such as /opt/policy/bin/treadle-policy-rank; the rank does not see the
+    trainer's Python. With Ray it must be on every node. Empty: the trainer's interpreter."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes, and how they share the model."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -29,7 +29,8 @@ from typing import Any, Final
 
 import torch
 
-MEGATRON_VERSIONS: Final = ("0.16.1", "0.19.2")  # every release from 0.17 on needs Python 3.12
+from treadle.policy.backends.megatron import VERSION, VERSIONS
+
 CPU: Final = torch.device("cpu")
 
 _FACTORIES: Final = (
@@ -99,16 +100,15 @@ def device() -> torch.device:
 
 
 def _check_version() -> None:
-    oldest, newest = MEGATRON_VERSIONS
-    fix = f"install megatron-core=={newest if sys.version_info >= (3, 12) else oldest}"
+    fix = f"install megatron-core=={VERSION}"
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
         raise ImportError(f"megatron-core is not installed; {fix}") from None
-    if found not in MEGATRON_VERSIONS:
+    if found not in VERSIONS:
         raise ImportError(
             f"megatron-core {found} is installed, but this package is written against "
-            f"{' and '.join(MEGATRON_VERSIONS)} exactly; {fix}"
+            f"{' and '.join(VERSIONS)} exactly; {fix}"
         )
 
 
