@@ -202,6 +202,7 @@ class PolicyGroup:
         process = await self._start_process(
             RankProgram(
                 number=number,
+                command=self._config.command,
                 args=(
                     *("--host", "{host}"),
                     *("--beat_s", str(beat_s(self._config.unresponsive_s))),

@@ -10,10 +10,12 @@ it inside a collective operation and only the end of the process frees them.
 import contextlib
 import gc
 import logging
+import platform
 import socket
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -312,6 +314,13 @@ def _sum_of(reports: Sequence[OffloadReport]) -> OffloadReport:
     )
 
 
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source"
+
+
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
     """Imports without looking for garbage again and again: 1 s less for torch and Megatron."""
@@ -394,10 +403,22 @@ def _raised_by_communication(error: Exception) -> bool:
     return type(error) is RuntimeError and module.startswith(_COMMUNICATING)
 
 
-def main(argv: Sequence[str]) -> int:
+def _print_versions() -> int:
+    from treadle.policy.backends.megatron import device
+
+    device.install()  # raises where a rank could not start
+    found = (f"{name} {_version(name)}" for name in ("treadle-policy", "megatron-core", "torch"))
+    sys.stdout.write(f"{', '.join(found)}, Python {platform.python_version()}\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Serves one driver; returns exit status 0 if no command raised."""
+    words = sys.argv[1:] if argv is None else argv
+    if words == ["--version"]:
+        return _print_versions()
 
     def serve_as_rank(connection: "Connection[Any, Any]", host: str, beat_s: float) -> bool:
         return serve(connection, PolicyRank(host), beat_s=beat_s)
 
-    return serve_driver(argv, module="treadle.policy.rank", serve=serve_as_rank)
+    return serve_driver(words, module="treadle.policy.rank", serve=serve_as_rank)

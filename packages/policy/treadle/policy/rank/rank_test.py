@@ -1,10 +1,11 @@
+import re
 import socket
 from typing import Any
 
 import pytest
 
 from treadle.policy.client.commands import OpenRendezvous, Specs
-from treadle.policy.rank.rank import PolicyRank, _kind
+from treadle.policy.rank.rank import PolicyRank, _kind, main
 
 
 def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
@@ -12,6 +13,14 @@ def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
     host, _, port = str(rank.execute(OpenRendezvous())).rpartition(":")
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, int(port)))
+
+
+def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(
+        r"treadle-policy \S+, megatron-core 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
+        capsys.readouterr().out,
+    )
 
 
 def _raised_in(module: str, error: Exception) -> Exception:

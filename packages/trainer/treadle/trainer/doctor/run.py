@@ -305,7 +305,10 @@ def _nodes(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> list[Finding]:
-    command = config.rollout.server_command
+    commands = {
+        "rollout.server_command": config.rollout.server_command,
+        "policy.command": config.policy.command,
+    }
     files = {
         path: hashlib.sha256(path.read_bytes()).hexdigest()
         for name in _NODE_FILES
@@ -313,7 +316,8 @@ async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> lis
     }
     async with launcher:
         has = launcher.resources()
-        nodes = await launcher.examine(program=command[0] if command else None, files=files)
+        programs = {key: command[0] for key, command in commands.items() if command}
+        nodes = await launcher.examine(programs=programs, files=files)
     return [*_room(config, has), *_about(nodes)]
 
 

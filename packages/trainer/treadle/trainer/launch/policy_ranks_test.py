@@ -22,9 +22,11 @@ from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.policy.rank.driver_connection import connect_to_rank
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.local import LocalLauncher, LocalProcess
-from treadle.trainer.launch.policy_ranks import rank_starter
-from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.launch.policy_ranks import ask_rank_command, rank_starter
+from treadle.trainer.launch.process import ProcessError, ProcessSpec
 
 
 @pytest.fixture(scope="module")
@@ -313,3 +315,36 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
         await task
     ends = [await wait_until_ended(p, 0) for p in launcher.processes.values()]
     assert None not in ends
+
+
+@pytest.mark.asyncio
+async def test_a_command_takes_the_place_of_the_interpreter(
+    tmp_path: Path, model_path: Path
+) -> None:
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        group = PolicyGroup(
+            rank_starter(launcher, threads=1),
+            PolicyConfig(command=("/nowhere/treadle-policy-rank",)),
+            model_path,
+            with_reference=False,
+            start_deadline_s=60.0,
+        )
+        with pytest.raises(ProcessError, match="policy-0: cannot run /nowhere/treadle-policy-rank"):
+            await group.__aenter__()
+
+
+def test_a_command_is_asked_for_its_versions_before_a_run() -> None:
+    def asked(*command: str, **changes: Any) -> str | None:
+        policy = PolicyConfig(command=command)
+        return ask_rank_command(
+            Config.model_validate(
+                {"data": {"train_files": ["t"]}, "model": {"path": "m"}, **changes}
+            ).model_copy(update={"policy": policy})
+        )
+
+    assert asked() is None
+    assert asked("/nowhere/rank", launch={"kind": "ray"}) is None
+    answer = asked("echo", "treadle-policy 1.0,")
+    assert answer == "echo 'treadle-policy 1.0,': treadle-policy 1.0, --version"
+    with pytest.raises(ConfigError, match=r"policy\.command=\['/nowhere/rank'\]: there is no"):
+        asked("/nowhere/rank")

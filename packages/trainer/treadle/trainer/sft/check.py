@@ -22,6 +22,7 @@ from treadle.trainer.data.load_data import load_renderer, model_context
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
+from treadle.trainer.launch.policy_ranks import ask_rank_command
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
@@ -163,6 +164,8 @@ def check_sft(
         check_run_directory(run_dir, config)
     with problems.collected():
         check_launcher(config)
+    with problems.collected():
+        ask_rank_command(config)
     gpus: tuple[Gpu, ...] = ()
     with problems.collected():
         gpus = check_gpus(config, needed=gpus_needed)

@@ -132,8 +132,8 @@ MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
 """The model types that can be trained."""
 
 _DELTA_NET: Final = (
-    "it has gated delta net layers: Megatron-core 0.16.1 computes those only with "
-    "flash-linear-attention, on a GPU, and not for sequences that are packed"
+    "it has gated delta net layers: Megatron-core computes those of packed sequences only from "
+    "0.18 on, with flash-linear-attention, on a GPU"
 )
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
