@@ -119,15 +119,18 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[AnyConfig, Checkpoint]":
 
 
 def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool) -> None:
-    from treadle.policy.client.hf_files import ADAPTER
+    from treadle.policy.client.hf_files import ADAPTER, MODEL_FILES, WEIGHT_FILES, copy_files
 
     out.parent.mkdir(parents=True, exist_ok=True)
     building = out.with_name(f".{out.name}.writing")
     shutil.rmtree(building, ignore_errors=True)
     try:
         if checkpoint.hf_directory is not None:
-            whole = checkpoint.hf_directory
-            shutil.copytree(whole / ADAPTER if adapter else whole, building)
+            if adapter:
+                copy_files(checkpoint.hf_directory / ADAPTER, building, ("*",))
+            else:
+                files = (*MODEL_FILES, *WEIGHT_FILES, f"{ADAPTER}/*")
+                copy_files(checkpoint.hf_directory, building, files)
         else:
             asyncio.run(_convert(config, checkpoint, building.absolute(), adapter=adapter))
         building.rename(out)

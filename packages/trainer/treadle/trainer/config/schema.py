@@ -429,6 +429,25 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_are_of_one_distribution(self) -> Self:
+        algorithm, cut = self.algorithm, None
+        if self.rollout.top_p < 1:
+            cut = f"rollout.top_p={self.rollout.top_p}"
+        elif self.rollout.top_k is not None:
+            cut = f"rollout.top_k={self.rollout.top_k}"
+        read = "algorithm.correction" if algorithm.correction.active else None
+        read = "algorithm.old_logprobs=rollout" if algorithm.old_logprobs == "rollout" else read
+        if cut is not None and read is not None:
+            raise ValueError(
+                f"{cut} and {read}: the servers report probabilities of the tokens that are kept, "
+                "so that each importance weight against them is the kept share, however much the "
+                "policy has moved. Set rollout.top_p=1 and rollout.top_k=null, or leave out the "
+                "importance weights (algorithm.correction.weights=none, no reject and veto, "
+                "algorithm.old_logprobs=policy)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routing_is_reported(self) -> Self:
         if self.policy.moe.routing_replay and self.rollout.name in ("vllm", "sglang"):
             raise ValueError(
