@@ -29,8 +29,8 @@ from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
     PARSER_NAMES,
-    HermesParser,
     ToolCallParser,
+    UnclosedReasoning,
     parser_for_template,
     parser_named,
 )
@@ -58,6 +58,8 @@ class HfRenderer:
         parser: Parser of tool calls and reasoning, or its name. None means the template's, or
             hermes if the template's is not known.
         template_kwargs: Passed to the template, for example `enable_thinking`.
+        unclosed: What a call is behind reasoning that was never closed; a parser that is no name
+            has its own rule.
         placeholders: Expands the placeholders of images; or a string that says why messages
             cannot have images.
 
@@ -83,6 +85,7 @@ class HfRenderer:
         tokenizer_sha256: bytes | None = None,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
         placeholders: "ImagePlaceholders | str" = _TEXT_MODEL,
     ) -> None:
         self._tokenizer: Any = tokenizer
@@ -95,8 +98,10 @@ class HfRenderer:
         if parser is None:
             parser = parser_for_template(str(self._tokenizer.chat_template))
         known = parser is not None
-        parser = parser or HermesParser()
-        self.parser = parser_named(parser) if isinstance(parser, str) else parser
+        parser = parser or "hermes"
+        if isinstance(parser, str):
+            parser = parser_named(parser, unclosed=unclosed)
+        self.parser = parser
         self._reads_prompt_end = _reads_prompt_end(self.parser)
         self._backend = _backend_of(tokenizer)
         self._pieces = None if self._backend is None else PieceEncoder.of(self._backend)
@@ -119,6 +124,7 @@ class HfRenderer:
         *,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
     ) -> "HfRenderer":
         """Loads a tokenizer, and an image processor if there is one, without network access.
 
@@ -143,6 +149,7 @@ class HfRenderer:
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
             parser=parser,
             template_kwargs=template_kwargs,
+            unclosed=unclosed,
             placeholders=_load_placeholders(folder, tokenizer),
         )
 
