@@ -17,6 +17,7 @@ The constructor checks that the template and the tokenizer allow this, and refus
 
 import copy
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,8 +29,8 @@ from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
     PARSER_NAMES,
-    HermesParser,
     ToolCallParser,
+    UnclosedReasoning,
     parser_for_template,
     parser_named,
 )
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _TEXT_MODEL = "this renderer is of a text model"
 _USUAL_CHARACTERS = 4  # per token; a text with no more is simply encoded
 _PIECE = 1 << 16  # characters
+_CALL_MARK = re.compile(r"<[^<>\s]*tool_?call[^<>\s]*>", re.IGNORECASE)
 _PROMPT_END = 16  # number of ids that show whether the template has opened the reasoning
 
 
@@ -56,6 +58,8 @@ class HfRenderer:
         parser: Parser of tool calls and reasoning, or its name. None means the template's, or
             hermes if the template's is not known.
         template_kwargs: Passed to the template, for example `enable_thinking`.
+        unclosed: What a call is behind reasoning that was never closed; a parser that is no name
+            has its own rule.
         placeholders: Expands the placeholders of images; or a string that says why messages
             cannot have images.
 
@@ -81,6 +85,7 @@ class HfRenderer:
         tokenizer_sha256: bytes | None = None,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
         placeholders: "ImagePlaceholders | str" = _TEXT_MODEL,
     ) -> None:
         self._tokenizer: Any = tokenizer
@@ -91,14 +96,18 @@ class HfRenderer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.template = ChatTemplate(self._tokenizer, template_kwargs or {})
         if parser is None:
-            parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
-        self.parser = parser_named(parser) if isinstance(parser, str) else parser
+            parser = parser_for_template(str(self._tokenizer.chat_template))
+        known = parser is not None
+        parser = parser or "hermes"
+        if isinstance(parser, str):
+            parser = parser_named(parser, unclosed=unclosed)
+        self.parser = parser
         self._reads_prompt_end = _reads_prompt_end(self.parser)
         self._backend = _backend_of(tokenizer)
         self._pieces = None if self._backend is None else PieceEncoder.of(self._backend)
         # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
         self._tokenizer.encode("", add_special_tokens=False)
-        self._unread_call = self._find_unread_call()
+        self._tool_problem = self._find_tool_problem(known=known)
         added = self._tokenizer.added_tokens_decoder
         self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         ids = [self._added_ids[token] for token in self.template.stops]
@@ -115,6 +124,7 @@ class HfRenderer:
         *,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
     ) -> "HfRenderer":
         """Loads a tokenizer, and an image processor if there is one, without network access.
 
@@ -139,6 +149,7 @@ class HfRenderer:
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
             parser=parser,
             template_kwargs=template_kwargs,
+            unclosed=unclosed,
             placeholders=_load_placeholders(folder, tokenizer),
         )
 
@@ -147,8 +158,8 @@ class HfRenderer:
 
         Raises:
             RenderError: The template refuses these messages, or images cannot be rendered.
-            SetupError: There are tools, and the template does not show them, or the parser cannot
-                parse this template's calls.
+            SetupError: There are tools, and the template does not show them or their results, or
+                no parser is known for its calls, or the parser cannot parse them.
         """
         if tools and not self.template.shows_tools:
             raise SetupError(
@@ -157,8 +168,8 @@ class HfRenderer:
                 "such a template into its directory as chat_template.jinja, or use a loop "
                 "without tools"
             )
-        if tools and self._unread_call is not None:
-            raise SetupError(self._unread_call)
+        if tools and self._tool_problem is not None:
+            raise SetupError(self._tool_problem)
         text = self.template.text(messages, tools, open_turn=True)
         return self._placed(self._encode_chat(text, keep=True), messages)
 
@@ -319,9 +330,27 @@ class HfRenderer:
             )
         return self._added_ids[token]
 
-    def _find_unread_call(self) -> str | None:
-        """Returns why the parser cannot parse a call of this template; None if it can."""
-        written = self.template.probe_call
+    def _find_tool_problem(self, *, known: bool) -> str | None:
+        """Returns why a conversation with tools would fail; None if it would not.
+
+        Args:
+            known: Whether the parser was given, or is the one of the template's family.
+        """
+        template, written = self.template, self.template.probe_call
+        if template.tool_problem is not None:
+            return (
+                f"the chat template cannot show what tools return ({template.tool_problem}): every "
+                "conversation would fail at its first call. Put a template that can into the "
+                "model's directory as chat_template.jinja, or use a loop without tools"
+            )
+        if written is None and not known:
+            mark = _CALL_MARK.search(str(self._tokenizer.chat_template))
+            return (
+                "no parser is known for the calls that the chat template asks the model for"
+                f"{f' (it speaks of {mark[0]})' if mark else ''}: name the one that reads them, "
+                f"if it is one of {', '.join(PARSER_NAMES)}; else pass your own, or use a loop "
+                "without tools"
+            )
         if written is None or _reads(self.parser, written):
             return None
         return (

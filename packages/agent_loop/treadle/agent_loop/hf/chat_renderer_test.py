@@ -390,3 +390,27 @@ def test_a_prompt_that_opens_the_reasoning_hides_no_part_of_the_call() -> None:
     assert (renderer.template.probe_call or "").lstrip().startswith("<tool_call>")
     text = renderer.decode(renderer.render(TASK, tools=(CALCULATOR,)).ids)
     assert text.endswith(f"{header}<think>\n")
+
+
+def test_a_template_whose_calls_no_parser_is_known_for_ends_the_start() -> None:
+    """Granite 3.3: the system prompt asks for calls that the template itself never writes."""
+    granite = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\\n' + message.content }}"
+        "{% if tools and loop.first %}Call with <|tool_call|>[{{ tools | tojson }}]{% endif %}"
+        "<|im_end|>{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+    )
+    renderer = HfRenderer(make_tokenizer(granite))
+    renderer.render(TASK, tools=())
+    with pytest.raises(SetupError, match=r"no parser is known .* speaks of <\|tool_call\|>"):
+        renderer.render(TASK, tools=[CALCULATOR])
+    HfRenderer(make_tokenizer(granite), parser="hermes").render(TASK, tools=[CALCULATOR])
+
+
+def test_a_template_that_cannot_show_results_ends_the_start() -> None:
+    """Kimi K2: its first template appends to a list, which the sandbox forbids."""
+    kimi = TEMPLATE.replace("{%- elif message.role == 'tool' %}", "{%- elif false %}")
+    renderer = HfRenderer(make_tokenizer(kimi))
+    renderer.render(TASK, tools=())
+    with pytest.raises(SetupError, match="cannot show what tools return"):
+        renderer.render(TASK, tools=[CALCULATOR])
