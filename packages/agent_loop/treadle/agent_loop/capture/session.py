@@ -273,6 +273,19 @@ class CapturedSession:
             on_delta=on_delta,
         )
 
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> int:
+        """Returns the number of tokens of a conversation as it would begin; records nothing.
+
+        Raises:
+            PromptTooLongError: It cannot fit `max_context_tokens`.
+            RenderError: The template refuses these messages.
+        """
+        async with self._planning:
+            plan = await self._rendered(make_draft((), tuple(messages), tuple(tools)))
+        return len(plan.prompt)
+
     async def continue_ids(
         self,
         prompt: Sequence[int],
@@ -307,6 +320,9 @@ class CapturedSession:
         self._check_open()
         if not prompt:
             raise ValueError("the prompt has no ids")
+        # Before the ids are decoded, which holds the event loop.
+        if (limit := self._services.limits.length_stop(prompt=len(prompt), response=0)) is not None:
+            raise self._refusal(limit, f"the prompt of this one has {len(prompt)} tokens")
         async with self._planning:
             plan = plan_ids(self._branches, tuple(prompt), self._services.renderer)
         return await self._answer(
@@ -404,13 +420,16 @@ class CapturedSession:
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 
     async def _plan(self, draft: Draft) -> Plan:
-        """Renders a draft, beside the event loop if it is long."""
         try:
-            if draft.num_characters < _LONG:
-                return draft.render(self._renderer)
-            return await asyncio.to_thread(draft.render, self._renderer)
+            return await self._rendered(draft)
         except PromptTooLongError as error:
             raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
+
+    async def _rendered(self, draft: Draft) -> Plan:
+        """Renders a draft, beside the event loop if it is long."""
+        if draft.num_characters < _LONG:
+            return draft.render(self._renderer)
+        return await asyncio.to_thread(draft.render, self._renderer)
 
     @contextmanager
     def _extending(self, plan: Plan, n: int) -> Iterator[None]:
