@@ -56,6 +56,7 @@ from treadle.agent_loop.capture.branch import (
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.capture.streamed_text import StreamedText, TurnDelta
+from treadle.agent_loop.capture.template_fit import TemplateFit
 from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutError
 from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
@@ -84,6 +85,7 @@ _LONG = 1 << 16
 _COUNTS = (
     *(how.value for how in Continuation),
     "refused",
+    "fitted",
     "tokens_past_stop",
     "constrained_tokens",
     "all_constrained",
@@ -117,6 +119,7 @@ class CapturedTurn(Turn):
         number: Number of the request in its session, from 0; unique.
         stop_string: The stop string that was cut off its text, if one was.
         constrained: Whether it was sampled under a constraint, and is not trained on.
+        call_ids: The ids of its calls as the model wrote them; those of the message are unique.
     """
 
     completion: Completion
@@ -125,6 +128,7 @@ class CapturedTurn(Turn):
     number: int
     stop_string: str | None = None
     constrained: bool = False
+    call_ids: tuple[str, ...] = ()
 
 
 class CapturedSession:
@@ -143,6 +147,7 @@ class CapturedSession:
         bound = services.limits.max_context_tokens
         if bound is not None and isinstance(self._renderer, BoundedRenderer):
             self._renderer = self._renderer.bounded(bound)
+        self._fit = TemplateFit(services.renderer)
         self._planning = asyncio.Lock()
         self._branches: list[Branch] = []
         self._call_ids = CallIds()
@@ -415,6 +420,7 @@ class CapturedSession:
             how=plan.how,
             number=number,
             constrained=sampling is not None and sampling.constraint is not None,
+            call_ids=tuple(call.id for call in cut.parsed.message.tool_calls),
             stop_string=None if cut.uncut is None else cut.uncut[len(parsed.message.content) :],
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
@@ -428,8 +434,8 @@ class CapturedSession:
     async def _rendered(self, draft: Draft) -> Plan:
         """Renders a draft, beside the event loop if it is long."""
         if draft.num_characters < _LONG:
-            return draft.render(self._renderer)
-        return await asyncio.to_thread(draft.render, self._renderer)
+            return draft.render(self._renderer, self._fit)
+        return await asyncio.to_thread(draft.render, self._renderer, self._fit)
 
     @contextmanager
     def _extending(self, plan: Plan, n: int) -> Iterator[None]:
@@ -476,7 +482,11 @@ class CapturedSession:
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
         branches = self._by_age()
         recorded = [
-            RecordedSample(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
+            RecordedSample(
+                tokens=b.transcript.freeze(),
+                messages=self._fit.opening(b.written_messages),
+                tools=b.tools,
+            )
             for b in branches
             if not b.by_ids
         ]
@@ -554,8 +564,10 @@ class CapturedSession:
             turn.completion,
             turn.parsed.message,
             uncut=uncut,
+            call_ids=turn.call_ids,
             request=turn.number,
             trained=not turn.constrained,
+            turns=plan.turns,
         )
         if is_new:
             self._branches.append(branch)
@@ -563,6 +575,7 @@ class CapturedSession:
         self._user_turns += plan.is_answer
         self._refused = None
         self._counts[plan.how.value] += 1
+        self._counts["fitted"] += plan.fitted
         self._counts["constrained_tokens"] += turn.completion.num_tokens if turn.constrained else 0
         self._counts["parse_errors"] += len(turn.parsed.malformed)
         if plan.why:
