@@ -81,6 +81,7 @@ def call(name: str = "lookup") -> ToolCall:
         ("text", r"TypeError: call\(\) must return a ToolResult, got 'text'"),
         (ConnectionError("sandbox is down"), "ConnectionError: sandbox is down"),
         (TimeoutError("its own"), "TimeoutError: its own"),
+        (RuntimeError("a \x1b]0;PWN\x07"), r"RuntimeError: a \\x1b\]0;PWN\\x07"),
         (asyncio.CancelledError(), "CancelledError, though nobody cancelled it"),
     ],
 )
