@@ -12,6 +12,7 @@ import gc
 import logging
 import platform
 import socket
+import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

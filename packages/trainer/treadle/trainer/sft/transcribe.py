@@ -3,9 +3,9 @@
 Invariant: an assistant's turn is sampled (loss mask True, including its end-of-turn token),
 everything else, turns with the weight 0 included, is prompt or observed (loss mask False), and
 the ids are those that an agent loop writes: the first prompt is rendered, what a turn says is what
-the template writes behind the opened turn, and what follows it is the renderer's extension. Imitation and reinforcement thus share one
-definition of what the model said, and a model fine-tuned here sees the same tokens in its first
-rollout.
+the template writes behind the opened turn, and what follows it is the renderer's extension.
+Imitation and reinforcement thus share one definition of what the model said, and a model fine-tuned
+here sees the same tokens in its first rollout.
 
 Some templates rewrite history: Qwen3's drops the reasoning of earlier turns when a user speaks
 again. A turn whose rewritten prompt is not what the ledger holds begins a new ledger with the
