@@ -29,7 +29,7 @@ import grpc
 import grpc.aio
 
 from treadle.agent_loop.child_process import watch_parent, write_ready
-from treadle.agent_loop.rpc.security import ChannelSecurity
+from treadle.agent_loop.rpc.security import CHANNEL_OPTIONS, ChannelSecurity
 from treadle.agent_loop.rpc.token_guard import TokenGuard
 
 __all__ = [
@@ -60,6 +60,16 @@ _FLUSH_S = 5.0
 _SILENT_MS = 10_000
 _MAX_REQUEST_BYTES = 64 << 20
 """Of one message: what is larger travels in a stream."""
+_NEVER_MS = (1 << 31) - 1
+_OPTIONS = (
+    # No pings: a process that stands still, as in a debugger, keeps its connection. Signs of life
+    # say how long it may.
+    ("grpc.keepalive_time_ms", _NEVER_MS),
+    ("grpc.http2.ping_timeout_ms", _NEVER_MS),
+    # The status of a failed call carries a traceback.
+    ("grpc.max_metadata_size", 1 << 20),
+    ("grpc.absolute_max_metadata_size", 1 << 20),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +106,7 @@ class DrivenAccess:
             server_name=SERVER_NAME,
             token=self.token,
             trusts_network=self.tls is None,
+            options=(*CHANNEL_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
         )
 
 
@@ -164,12 +175,7 @@ async def serve_driver(
             # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
             ("grpc.server_handshake_timeout_ms", _SILENT_MS),
             ("grpc.max_connection_idle_ms", _SILENT_MS),
-            # As the rollout servers: the driver's host may be gone, and the driver pings, too.
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.ping_timeout_ms", 10_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            *_OPTIONS,
         ),
     )
     for add in add_services:
