@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.client.commands import OffloadReport
-    from treadle.policy.client.shards import Frame
     from treadle.policy.client.types import (
+        Frame,
         LossAggregation,
         LossStats,
         NamedTensor,
+        OffloadReport,
         OptimizerStats,
         TensorSpec,
         TrainSequence,

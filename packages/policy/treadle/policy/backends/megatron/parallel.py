@@ -24,7 +24,7 @@ device.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 if TYPE_CHECKING:
-    from treadle.policy.client.shards import Frame
+    from treadle.policy.client.types import Frame
     from treadle.policy.config.policy import ParallelConfig
 
 
