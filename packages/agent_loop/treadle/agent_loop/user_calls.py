@@ -26,6 +26,8 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """Time for clean-up that a cancelled task has before it is left behind, in seconds."""
 
+# A quick function has ended by then, and nothing is left behind: there is nothing to warn of.
+_THREAD_GRACE_S = 0.1
 # As many as Python's own executor has at most. A thread that is left behind gives its place back.
 _MAX_THREADS = 32
 # What each waiting thread gets its calls from. A forked child has none of the threads.
@@ -94,9 +96,11 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
     async with places:
         _start(run)
         try:
-            outcome = await done
+            outcome = await asyncio.shield(done)
         except asyncio.CancelledError:
-            _log.warning("%s did not end in time; its thread is left behind", what)
+            await asyncio.wait([done], timeout=_THREAD_GRACE_S)
+            if not done.done():
+                _log.warning("%s did not end in time; its thread is left behind", what)
             raise
     if isinstance(outcome, BaseException):
         raise outcome

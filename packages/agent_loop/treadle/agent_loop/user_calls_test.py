@@ -146,6 +146,26 @@ async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_bac
 
 
 @pytest.mark.asyncio
+async def test_a_function_that_was_about_to_end_is_not_left_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Found by a user: Ctrl-C in a run warned of rewards that were only quick."""
+    began, gate = threading.Event(), threading.Event()
+
+    def quick() -> None:
+        began.set()
+        gate.wait(60)
+
+    task = asyncio.create_task(in_thread("f", quick))
+    assert await asyncio.to_thread(began.wait, 60)
+    task.cancel()
+    asyncio.get_running_loop().call_soon(gate.set)
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert not caplog.records
+
+
+@pytest.mark.asyncio
 async def test_a_thread_that_is_left_behind_serves_nobody_until_its_function_ends() -> None:
     began, gate, stuck = threading.Event(), threading.Event(), threading.Event()
 

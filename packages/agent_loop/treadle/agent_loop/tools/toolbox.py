@@ -28,7 +28,7 @@ from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
 from treadle.agent_loop.turning_limit import TurningLimit
-from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, ToolCall, ToolSpec
 from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, SpanHandle, span
 
@@ -214,7 +214,7 @@ class Toolbox:
                 except ToolFailure as failure:
                     self._counts["failures"] += 1
                     trace.set(failure=str(failure))
-                    return _failed(call, str(failure))
+                    return _failed(call, str(failure), failure.images)
         except ToolError:
             if not limit.expired:
                 raise
@@ -262,8 +262,10 @@ def _output(result: ToolResult) -> dict[str, object]:
     return output
 
 
-def _failed(call: ToolCall, reason: str) -> ToolResult:
-    return ToolResult(content=f"Error executing tool '{call.name}': {reason}")
+def _failed(call: ToolCall, reason: str, images: tuple[Image, ...] = ()) -> ToolResult:
+    # A mark in the reason does not stand for an image.
+    reason = reason.replace(IMAGE_MARK, " ") if images else reason
+    return ToolResult(content=f"Error executing tool '{call.name}': {reason}", images=images)
 
 
 def _malformed_text(bad: MalformedCall) -> str:

@@ -12,10 +12,12 @@ import pytest
 
 from treadle.agent_loop import (
     AgentTask,
+    Image,
     LoopLimits,
     Message,
     ToolCall,
     ToolError,
+    ToolFailure,
     ToolResult,
     ToolSpec,
     turning_limit,
@@ -229,3 +231,16 @@ async def test_a_tool_that_blocks_times_out_none_of_its_neighbours(
         assert quick_[0].message.content == "a"
         assert "it did not end within 60 s" in blocking[0].message.content
         assert str(broken_).startswith("tool 'c': KeyError: 'number'")
+
+
+@pytest.mark.asyncio
+async def test_a_failure_shows_its_images_and_says_something() -> None:
+    image = Image(data=b"p", mime="image/png")
+    tools = (
+        BareTool("a", ToolFailure("no <image>", images=(image,))),
+        BareTool("b", ToolFailure("")),
+    )
+    async with toolbox(*tools) as box:
+        a, b = (answer.message for answer in await box.run([call("a"), call("b")]))
+    assert (a.content, a.images) == ("Error executing tool 'a': no  ", (image,))
+    assert b.content == "Error executing tool 'b': it failed and gave no reason"

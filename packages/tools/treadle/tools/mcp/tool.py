@@ -92,7 +92,7 @@ class McpSession:
                 raise
         text, images = _read(result)
         if result.is_error:
-            raise ToolFailure(text)
+            raise ToolFailure(text, images=images)
         return ToolResult(content=text, images=images)
 
     async def aclose(self) -> None:
