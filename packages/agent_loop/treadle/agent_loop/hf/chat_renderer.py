@@ -6,8 +6,8 @@ token, including the newline after the end-of-turn mark (which is missing in ver
 every tokenizer splits, the ids are the same as in context. Sampled ids are never decoded and
 encoded again.
 
-A turn that was cut, or that another id ended, is closed first: `_closing` finds which elements of the
-format are open in it, and writes the template's marks for them and nothing else.
+A turn that was cut, or that another id ended, is closed first: `_closing` finds which elements of
+the format are open in it, and writes the template's marks for them and nothing else.
 
 So an extension stays exact if the template rewrites earlier messages, for example drops the
 reasoning of earlier turns: the model continues from the ids that it sampled, not from the rewritten
