@@ -6,6 +6,9 @@ token, including the newline after the end-of-turn mark (which is missing in ver
 every tokenizer splits, the ids are the same as in context. Sampled ids are never decoded and
 encoded again.
 
+A turn that was cut, or that another id ended, is closed first: `_closing` finds which elements of
+the format are open in it, and writes the template's marks for them and nothing else.
+
 So an extension stays exact if the template rewrites earlier messages, for example drops the
 reasoning of earlier turns: the model continues from the ids that it sampled, not from the rewritten
 ones. `retokenization_drift` reports such places. `extend` refuses where it would have to guess: if
@@ -18,6 +21,7 @@ The constructor checks that the template and the tokenizer allow this, and refus
 import copy
 import hashlib
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,7 +38,7 @@ from treadle.agent_loop.parsers import (
     parser_for_template,
     parser_named,
 )
-from treadle.agent_loop.parsers.base import FramingParser, StreamingParser
+from treadle.agent_loop.parsers.base import ClosingParser, FramingParser, StreamingParser
 from treadle.agent_loop.parsers.format_parser import FormatParser
 from treadle.agent_loop.tokens.renderer import CallFrame, ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
@@ -45,6 +49,8 @@ if TYPE_CHECKING:
 _TEXT_MODEL = "this renderer is of a text model"
 _USUAL_CHARACTERS = 4  # per token; a text with no more is simply encoded
 _PIECE = 1 << 16  # characters
+_ID_BYTES = array("I").itemsize
+_OPENS = re.compile(r"<\|\w+>")
 _CALL_MARK = re.compile(r"<[^<>\s]*tool_?call[^<>\s]*>", re.IGNORECASE)
 _PROMPT_END = 16  # number of ids that show whether the template has opened the reasoning
 
@@ -116,6 +122,16 @@ class HfRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         # A server may end a turn with a different id, such as Qwen's <|endoftext|>.
         self._closing_ids = frozenset((*ids, self._tokenizer.pad_token_id))
+        # Each of these ends any turn; Gemma's <|tool_response> opens what follows the turn instead.
+        self._own_ends = frozenset(
+            self._added_ids[token] for token in self.parser.stop_tokens if not _OPENS.match(token)
+        )
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        headers = [array("I", self._encode(header)) for header in self.template.headers]
+        self._headers = tuple(header.tobytes() for header in headers)
+        # Whether what the template writes behind a text is only what closes the elements before it.
+        marks = "".join(self._unclosed(self.template.opened))
+        self._closes_elements = self.template.plain_closing.strip() == marks
 
     @classmethod
     def from_directory(
@@ -205,11 +221,46 @@ class HfRenderer:
                 them differently than it ends other turns.
         """
         after = self.template.after_turn(messages, tools, history=history)
-        if any(ids[-1] == self._added_ids[end] for end in after.ends):
+        ended = any(ids[-1] == self._added_ids[end] for end in after.ends)
+        if ended or ids[-1] in self._own_ends:
             # Tokenise with the end-of-turn token in front: some tokenizers treat the start of a
             # text differently, and some added tokens swallow the space after them.
             return self._placed(self._encode_chat(after.text)[1:], messages)
-        return self._placed(self._encode_chat(after.closing + after.text), messages)
+        text = self._closing(ids, after.closing) + after.text
+        return self._placed(self._encode_chat(text), messages)
+
+    def _closing(self, ids: Sequence[int], closing: str) -> str:
+        """Returns what closes a turn that does not end with the template's own end.
+
+        That is what closes each open element, as the template writes it, without what the model
+        wrote of it. Nothing of the turn that the template was rendered with is in it.
+
+        Args:
+            ids: As in `extend`.
+            closing: What the template writes between a turn's text and its end.
+        """
+        text = self.decode(self._turn(ids))
+        if marks := self._unclosed(text):
+            closing = "".join(map(self.template.as_closed, marks))
+        elif self._closes_elements:
+            # No element is open. White space is what may be left; behind an id that ended the turn
+            # it is of no use.
+            closing = "" if ids[-1] in self._special_ids else closing[len(closing.rstrip()) :]
+        written = next(n for n in range(len(closing), -1, -1) if text.endswith(closing[:n]))
+        return closing[written:]
+
+    def _unclosed(self, text: str) -> tuple[str, ...]:
+        return self.parser.unclosed(text) if isinstance(self.parser, ClosingParser) else ()
+
+    def _turn(self, ids: Sequence[int]) -> Sequence[int]:
+        """Returns the ids from the header of the last turn on; all of them if there is none."""
+        data, start = array("I", ids).tobytes(), -1
+        for header in self._headers:
+            found = data.rfind(header)
+            while found > 0 and found % _ID_BYTES:  # between two ids
+                found = data.rfind(header, 0, found + len(header) - 1)
+            start = max(start, found)
+        return ids[max(start, 0) // _ID_BYTES :]
 
     def parse(
         self,

@@ -184,6 +184,49 @@ def test_a_turn_that_was_cut_is_closed_by_the_template(renderer: HfRenderer) -> 
     assert (*prompt, *cut, *extension) == renderer.render(whole, tools=()).ids
 
 
+@pytest.mark.parametrize("end", ["", "<|endoftext|>"])
+def test_nothing_of_the_synthetic_call_follows_a_call_that_another_id_ended(
+    renderer: HfRenderer, end: str
+) -> None:
+    answer = [Message(role="tool", content="6")]
+    whole = renderer.extend(sampled(renderer, TURN_TEXT), answer, tools=[CALCULATOR]).ids
+    ids = renderer.encode(TURN_TEXT + end)
+    extension = renderer.extend(ids, answer, tools=[CALCULATOR]).ids
+    assert extension == (*renderer.encode("<|im_end|>"), *whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "closing"),
+    [
+        ("<think>\nFirst", "\n</think>\n\n"),
+        ("<think>\nFirst\n", "</think>\n\n"),
+        ("<think>\nFirst\n</th", "ink>\n\n"),
+        ("<think>\nFirst <tool_call>", "\n</think>\n\n"),
+        ("<think>\nFirst<|endoftext|>", "\n</think>\n\n"),
+        ("<think>\nFirst\n</think>\n\nSix", ""),
+        ("<think>\nFirst\n</think>\n\n<tool_call>\n{", "\n</tool_call>"),
+        ("<think>\nFirst\n</think>\n\n" + TURN_TEXT, ""),
+        ("Six", ""),
+    ],
+)
+def test_what_a_turn_left_open_is_closed_as_the_template_closes_it(said: str, closing: str) -> None:
+    content = "{%- if message.content %}"
+    thought = (
+        "{%- if message.reasoning_content %}{{- '\n<think>\n' + message.reasoning_content }}"
+        "{{- '\n</think>\n' }}{%- endif %}{{- '\n' + message.content }}{%- if false %}"
+    )
+    place = TEMPLATE.index(content)
+    template = TEMPLATE[:place] + thought + TEMPLATE[place + len(content) :]
+    renderer = HfRenderer(make_tokenizer(template), parser="qwen3")
+    asked = Message(role="user", content="What does <think> mean, and <tool_call>?")
+    prompt = renderer.render([asked], tools=()).ids
+    more = [Message(role="user", content="Go on")]
+    ids = (*prompt, *renderer.encode(said))
+    extension = renderer.decode(renderer.extend(ids, more, tools=()).ids)
+    after = renderer.template.after_turn(more, ()).text
+    assert extension == closing + after
+
+
 def test_odd_sampled_ids_are_kept(renderer: HfRenderer) -> None:
     """Ids that no tokenizer would write (here byte by byte) survive; only the boundary is added."""
     turn = tuple(i for c in "assistant" for i in renderer.encode(c))

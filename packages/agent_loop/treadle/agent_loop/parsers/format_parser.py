@@ -4,7 +4,8 @@ Invariant: a format only looks for calls. Reasoning, content, ids and order are 
 same way for all formats.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
@@ -22,6 +23,9 @@ class CallFormat(Protocol):
     """As `ToolCallParser.stop_tokens`."""
     gap: str
     """The text between the content and the first call."""
+    element: tuple[str, str] | None
+    """A pattern of the marks that open an element, and the template of the mark that closes what
+    such a match opens (as in `re.Match.expand`). None if nothing is closed."""
 
     def new_id(self, number: int, name: str) -> str:
         """Returns the id of a call without one."""
@@ -153,6 +157,16 @@ class FormatParser:
         before = text[start : min(found)] if found else without_partial(text[start:], *marks)
         return Settled(reasoning, before.rstrip())
 
+    def unclosed(self, text: str) -> tuple[str, ...]:
+        """As in `ClosingParser`; within reasoning nothing else is an element."""
+        thinking = self.thinking
+        elements = [] if self._format.element is None else [self._format.element]
+        if thinking is None:
+            return open_elements(text, elements)
+        elements.append((re.escape(thinking.open), thinking.close))
+        marks = open_elements(text, elements)
+        return marks[marks.index(thinking.close) :] if thinking.close in marks else marks
+
     def call_frame(self, name: str) -> CallFrame | None:
         """As in `FramingParser`."""
         return self._format.frame(name) if isinstance(self._format, FramedFormat) else None
@@ -171,6 +185,31 @@ class FormatParser:
         if not calls:
             return thought + content
         return thought + content + (self._format.gap if content else "") + self._format.write(calls)
+
+
+def open_elements(text: str, elements: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Returns the marks that close the elements open at the end of a text, innermost first.
+
+    Args:
+        text: Any text.
+        elements: As `CallFormat.element`.
+    """
+    opened = {
+        found.start(): found.expand(close)
+        for pattern, close in elements
+        for found in re.finditer(pattern, text)
+    }
+    marks = "|".join(map(re.escape, set(opened.values()))) or r"(?!)"
+    closed = {found.start(): found[0] for found in re.finditer(marks, text)}
+    stack: list[str] = []
+    for place in sorted({*opened, *closed}):
+        mark = opened.get(place) or closed[place]
+        # What is inside ends with it; what is opened again was a mention.
+        if mark in stack:
+            del stack[stack.index(mark) :]
+        if place in opened:
+            stack.append(mark)
+    return tuple(reversed(stack))
 
 
 def counted_id(number: int, name: str) -> str:

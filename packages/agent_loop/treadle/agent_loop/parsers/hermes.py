@@ -30,6 +30,7 @@ class HermesFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = (_OPEN, _CLOSE)
     leads: tuple[str, ...] = ()
     gap = "\n"
 
