@@ -14,7 +14,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -27,8 +27,6 @@ GRACE_S = 5.0
 """Time for clean-up that a cancelled task has before it is left behind, in seconds."""
 
 # A quick function has ended by then, and nothing is left behind: there is nothing to warn of.
-_THREAD_GRACE_S = 0.1
-# As many as Python's own executor has at most. A thread that is left behind gives its place back.
 _MAX_THREADS = 32
 # What each waiting thread gets its calls from. A forked child has none of the threads.
 _idle: list[SimpleQueue[Callable[[], Callable[[], object]]]] = []
@@ -79,7 +77,10 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
     # With the error as a value: a Future takes no StopIteration.
     done: asyncio.Future[tuple[T] | BaseException] = loop.create_future()
 
+    ended: list[bool] = []  # the future is cancelled with its caller
+
     def tell(outcome: tuple[T] | BaseException) -> None:
+        ended.append(True)
         if not done.done():
             done.set_result(outcome)
 
@@ -96,15 +97,18 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
     async with places:
         _start(run)
         try:
-            outcome = await asyncio.shield(done)
+            outcome = await done
         except asyncio.CancelledError:
-            await asyncio.wait([done], timeout=_THREAD_GRACE_S)
-            if not done.done():
-                _log.warning("%s did not end in time; its thread is left behind", what)
+            loop.call_later(GRACE_S, _warn_unless, ended, what)  # most end at once
             raise
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome[0]
+
+
+def _warn_unless(ended: Sequence[bool], what: str) -> None:
+    if not ended:
+        _log.warning("%s did not end in time; its thread is left behind", what)
 
 
 def _start(run: Callable[[], Callable[[], object]]) -> None:

@@ -112,12 +112,7 @@ class CheckedSft:
         )
         every = "never" if schedule.val_every is None else f"every {schedule.val_every} steps"
         yield "validation", every
-        saved = "" if schedule.save_every is None else f"every {schedule.save_every} steps"
-        last = "after the last step" if schedule.save_last else ""
-        yield (
-            "checkpoints",
-            ", ".join(filter(None, (saved, last))) or ("never: the trained model will be lost"),
-        )
+        yield "checkpoints", schedule.when_saved()
         yield from topology_rows(config)
         if config.launch.gpus_per_node:
             yield "  found", found_gpus(config, self.gpus)
