@@ -185,8 +185,8 @@ class MoeConfig(BaseModel):
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
     routing_replay: bool = False
     """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
-    and in the update (R3, arXiv:2510.11370). The engine must report them: rollout.name=torch does.
-    The reference chooses its own."""
+    and in the update (R3, arXiv:2510.11370). The engine must report them: torch, vllm and sglang
+    do. The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):

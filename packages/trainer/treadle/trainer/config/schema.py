@@ -477,11 +477,14 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _routing_is_reported(self) -> Self:
-        if self.policy.moe.routing_replay and self.rollout.name in ("vllm", "sglang"):
+        rollout = self.rollout
+        if self.policy.moe.routing_replay and (
+            rollout.name == "vllm" and not rollout.enable_prefix_caching
+        ):
             raise ValueError(
                 "policy.moe.routing_replay=true needs the experts that the engine chose, and "
-                f"rollout.name={self.rollout.name} does not report them: set rollout.name=torch, "
-                "or policy.moe.routing_replay=false"
+                "rollout.name=vllm keeps them with its prefix cache: set "
+                "rollout.enable_prefix_caching=true, or policy.moe.routing_replay=false"
             )
         return self
 

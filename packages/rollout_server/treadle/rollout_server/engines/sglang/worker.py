@@ -35,6 +35,7 @@ from sglang.srt.managers.io_struct import (
 from sglang.srt.managers.scheduler_components.batch_result_processor import (
     SchedulerBatchResultProcessor,
 )
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
@@ -77,6 +78,16 @@ def run(report: Callable[[BaseException], None], *arguments: Any) -> None:
 
     sglang_scheduler.Scheduler = Reporting
     sglang_scheduler.run_scheduler_process(*arguments)
+
+
+def replace_expert_kernels() -> None:
+    """Makes SGLang choose experts, and keep its reports of them, without kernels and CUDA."""
+    TopK.forward_cpu = TopK.forward_native
+
+    def allocate(dims: Any, *, allocator: Any, dtype: Any, device: str, **_: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate  # Otherwise it is registered with CUDA.
 
 
 def _exit(report: Callable[[BaseException], None], error: Exception) -> NoReturn:
