@@ -1,6 +1,7 @@
 """Channel security: plain text on this machine, TLS and a token beyond it.
 
-Invariant: a bearer token never leaves the machine in plain text.
+Invariant: a bearer token never leaves the machine in plain text, unless the user trusts the
+network.
 """
 
 from dataclasses import dataclass
@@ -39,12 +40,14 @@ class ChannelSecurity:
         root_certificates: PEM bytes; None means the system's.
         server_name: The name that a server's certificate must have; None means that of its host.
         token: Sent as "authorization: Bearer ..." with every call; None means no token.
+        trusts_network: Whether the token may leave this machine in plain text.
     """
 
     tls: bool = False
     root_certificates: bytes | None = None
     server_name: str | None = None
     token: str | None = None
+    trusts_network: bool = False
 
     def open(self, address: str) -> grpc.aio.Channel:
         """Opens a channel; nothing is sent yet.
@@ -84,7 +87,7 @@ class ChannelSecurity:
         return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", self.server_name))
 
     def _check_plain(self, address: str) -> None:
-        if self.token is not None and not _is_loopback(address):
+        if self.token is not None and not self.trusts_network and not _is_loopback(address):
             raise SetupError(
                 f"the token for {address} would travel in plain text: set tls=True, or drop it"
             )
