@@ -207,12 +207,14 @@ class StoredGroup(_message.Message):
     def __init__(self, number: _Optional[int] = ..., birth: _Optional[int] = ..., members: _Optional[_Iterable[_Union[StoredMember, _Mapping]]] = ...) -> None: ...
 
 class StoredMember(_message.Message):
-    __slots__ = ("rollout_index", "trajectory")
+    __slots__ = ("rollout_index", "trajectory", "messages_crc32")
     ROLLOUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     TRAJECTORY_FIELD_NUMBER: _ClassVar[int]
+    MESSAGES_CRC32_FIELD_NUMBER: _ClassVar[int]
     rollout_index: int
     trajectory: Trajectory
-    def __init__(self, rollout_index: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ...) -> None: ...
+    messages_crc32: int
+    def __init__(self, rollout_index: _Optional[int] = ..., trajectory: _Optional[_Union[Trajectory, _Mapping]] = ..., messages_crc32: _Optional[int] = ...) -> None: ...
 
 class FinishedSpan(_message.Message):
     __slots__ = ("name", "trace_id", "span_id", "parent_id", "start_unix_ns", "duration_ns", "attributes", "error")

@@ -21,6 +21,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from numbers import Real
 from typing import Any, cast
 
 from treadle.agent_loop import (
@@ -59,6 +60,7 @@ __all__ = [
     "PackedMessages",
     "WorkerLostError",
     "WorkerTraceback",
+    "messages_crc32",
     "pack_task",
     "pack_trajectory",
     "read_task",
@@ -141,6 +143,14 @@ class PackedMessages(MessageSource):
         read = (_message(each, self.numbered) for each in self._conversation().messages)
         return (*self.given, *read)
 
+    def is_packed_for(self, task: AgentTask) -> bool:
+        """Returns whether it is what a reader with this task can read."""
+        images = _images_of(task)
+        return (
+            self.given == task.messages[: len(self.given)]
+            and list(self.numbered[: len(images)]) == images
+        )
+
     def text(self) -> StoredText | None:
         """Returns the text for the trajectory files; None if the worker has not made it."""
         conversation = self._conversation()
@@ -156,6 +166,16 @@ class PackedMessages(MessageSource):
 
     def _conversation(self) -> pb.Conversation:
         return pb.Conversation.FromString(zlib.decompress(self.packed))
+
+
+def messages_crc32(task: AgentTask) -> int:
+    """Returns the CRC-32 of the messages of a task, and of their images."""
+    number = ImageNumbers()
+    packed = pb.Conversation(messages=_pack_messages(task.messages, number, "messages"))
+    crc = zlib.crc32(packed.SerializeToString(deterministic=True))
+    for image in _images_of(task):
+        crc = zlib.crc32(image.data, crc)
+    return crc
 
 
 def pack_task(task: AgentTask, number: Callable[[Image], int]) -> pb.AgentTask:
@@ -248,9 +268,10 @@ def write_trajectory(
         error=None if trajectory.error is None else _pack_error(trajectory.error),
     )
     number = ImageNumbers(_images_of(task))
+    # First: where it is as it came, its images have the numbers that they came with.
+    _pack_conversation(packed, trajectory, task, text, number)
     if trajectory.task is not task and trajectory.task != task:
         packed.task.CopyFrom(pack_task(trajectory.task, number))
-    _pack_conversation(packed, trajectory, task, text, number)
     for tokens in trajectory.samples:
         packed.samples.append(_pack_tokens(tokens, number))
     number.write_new(packed.images)
@@ -317,8 +338,7 @@ def _pack_conversation(
     number: ImageNumbers,
 ) -> None:
     source = trajectory.source
-    if isinstance(source, PackedMessages) and trajectory.task is task:
-        # As it came: the numbers of its images are those of the task's, followed by the others.
+    if isinstance(source, PackedMessages) and source.is_packed_for(task):
         packed.num_given, packed.conversation = len(source.given), source.packed
         for image in source.numbered:
             number(image)
@@ -390,7 +410,14 @@ def _message(packed: pb.Message, images: Sequence[Image]) -> Message:
 
 
 def _pack_metrics(metrics: Iterable[Metric]) -> bytes:
-    return plain_json([[name, value, rule.value] for name, value, rule in metrics], "metrics")
+    return plain_json(
+        [[name, _number(value), rule.value] for name, value, rule in metrics], "metrics"
+    )
+
+
+def _number(value: float) -> float:
+    """Returns a number of numpy, or a fraction, as a float."""
+    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
 
 
 @lru_cache(maxsize=_MAX_SHARED, typed=True)  # typed: 1, 1.0 and True are equal

@@ -162,12 +162,9 @@ async def start_worker(
             case _:
                 on_message(worker, response)
 
-    ends: list[EOFError] = []
-
     def end(problem: str | None) -> None:
-        ends.append(EOFError(problem or "it ended its stream"))
         if not worker.setup_done.done():
-            worker.setup_done.set_exception(ends[0])
+            worker.setup_done.set_exception(EOFError(problem or "it ended its stream"))
         on_end(worker, problem)
 
     try:
@@ -184,8 +181,6 @@ async def start_worker(
                 pb.WorkRequest(setup=pb.Setup(settings=WORKER_SETTINGS.dump_json(settings)))
             )
             await worker.setup_done
-            if ends:  # it got ready and ended within one turn: `on_end` did not know it yet
-                raise ends[0]
     except (EOFError, OSError) as error:
         end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")
         await _give_up(worker)
