@@ -25,49 +25,53 @@ _sym_db = _symbol_database.Default()
 from treadle.loop_worker.v1 import trajectory_pb2 as treadle_dot_loop__worker_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0treadle/loop_worker/v1/loop_worker_service.proto\x12\x16treadle.loop_worker.v1\x1a\'treadle/loop_worker/v1/trajectory.proto\"\xe4\x02\n\x0bWorkRequest\x12.\n\x05setup\x18\x01 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.SetupH\x00\x12.\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.BeginH\x00\x12,\n\x04give\x18\x03 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.GiveH\x00\x12.\n\x05\x62ound\x18\x04 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.BoundH\x00\x12\x32\n\x07weights\x18\x05 \x01(\x0b\x32\x1f.treadle.loop_worker.v1.WeightsH\x00\x12*\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x1b.treadle.loop_worker.v1.EndH\x00\x12,\n\x04stop\x18\x07 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.StopH\x00\x42\t\n\x07message\"\xf6\x02\n\x0cWorkResponse\x12.\n\x05\x61live\x18\x01 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.AliveH\x00\x12.\n\x05ready\x18\x02 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.ReadyH\x00\x12\x32\n\x07refused\x18\x03 \x01(\x0b\x32\x1f.treadle.loop_worker.v1.RefusedH\x00\x12,\n\x04\x61sks\x18\x04 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.AsksH\x00\x12.\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.EndedH\x00\x12\x37\n\nrun_failed\x18\x06 \x01(\x0b\x32!.treadle.loop_worker.v1.RunFailedH\x00\x12\x30\n\x06warned\x18\x07 \x01(\x0b\x32\x1e.treadle.loop_worker.v1.WarnedH\x00\x42\t\n\x07message\"\x19\n\x05Setup\x12\x10\n\x08settings\x18\x01 \x01(\x0c\"\x94\x01\n\x05\x42\x65gin\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x10\n\x08settings\x18\x02 \x01(\x0c\x12\x15\n\rmax_in_flight\x18\x03 \x01(\r\x12\x11\n\trecording\x18\x04 \x01(\x08\x12.\n\x06parent\x18\x05 \x01(\x0b\x32\x1e.treadle.loop_worker.v1.Parent\x12\x12\n\nattributes\x18\x06 \x01(\x0c\"+\n\x06Parent\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07span_id\x18\x02 \x01(\t\"\x82\x01\n\x04Give\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x30\n\x05tasks\x18\x02 \x03(\x0b\x32!.treadle.loop_worker.v1.GivenTask\x12-\n\x06images\x18\x03 \x03(\x0b\x32\x1d.treadle.loop_worker.v1.Image\x12\x0c\n\x04text\x18\x04 \x01(\x08\"`\n\tGivenTask\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12/\n\x04task\x18\x02 \x01(\x0b\x32!.treadle.loop_worker.v1.AgentTask\x12\x12\n\nattributes\x18\x03 \x01(\x0c\"+\n\x05\x42ound\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x15\n\rmax_in_flight\x18\x02 \x01(\r\"\x1a\n\x07Weights\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x12\n\x03\x45nd\x12\x0b\n\x03run\x18\x01 \x01(\r\"\x06\n\x04Stop\"1\n\x05\x41live\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\"\x07\n\x05Ready\"\x1a\n\x07Refused\x12\x0f\n\x07message\x18\x01 \x01(\x0c\"\"\n\x04\x41sks\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x9f\x01\n\x05\x45nded\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x36\n\ntrajectory\x18\x03 \x01(\x0b\x32\".treadle.loop_worker.v1.Trajectory\x12\x33\n\x05spans\x18\x04 \x03(\x0b\x32$.treadle.loop_worker.v1.FinishedSpan\x12\x0c\n\x04\x61sks\x18\x05 \x01(\r\"<\n\tRunFailed\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x12\x11\n\ttraceback\x18\x03 \x01(\x0c\"(\n\x06Warned\x12\r\n\x05level\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x32j\n\x11LoopWorkerService\x12U\n\x04Work\x12#.treadle.loop_worker.v1.WorkRequest\x1a$.treadle.loop_worker.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n0treadle/loop_worker/v1/loop_worker_service.proto\x12\x16treadle.loop_worker.v1\x1a\'treadle/loop_worker/v1/trajectory.proto\"@\n\x0bWorkRequest\x12\x31\n\x08\x63ommands\x18\x01 \x03(\x0b\x32\x1f.treadle.loop_worker.v1.Command\"=\n\x0cWorkResponse\x12-\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x1d.treadle.loop_worker.v1.Event\"\xe0\x02\n\x07\x43ommand\x12.\n\x05setup\x18\x01 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.SetupH\x00\x12.\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.BeginH\x00\x12,\n\x04give\x18\x03 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.GiveH\x00\x12.\n\x05\x62ound\x18\x04 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.BoundH\x00\x12\x32\n\x07weights\x18\x05 \x01(\x0b\x32\x1f.treadle.loop_worker.v1.WeightsH\x00\x12*\n\x03\x65nd\x18\x06 \x01(\x0b\x32\x1b.treadle.loop_worker.v1.EndH\x00\x12,\n\x04stop\x18\x07 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.StopH\x00\x42\t\n\x07message\"\xef\x02\n\x05\x45vent\x12.\n\x05\x61live\x18\x01 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.AliveH\x00\x12.\n\x05ready\x18\x02 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.ReadyH\x00\x12\x32\n\x07refused\x18\x03 \x01(\x0b\x32\x1f.treadle.loop_worker.v1.RefusedH\x00\x12,\n\x04\x61sks\x18\x04 \x01(\x0b\x32\x1c.treadle.loop_worker.v1.AsksH\x00\x12.\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x1d.treadle.loop_worker.v1.EndedH\x00\x12\x37\n\nrun_failed\x18\x06 \x01(\x0b\x32!.treadle.loop_worker.v1.RunFailedH\x00\x12\x30\n\x06warned\x18\x07 \x01(\x0b\x32\x1e.treadle.loop_worker.v1.WarnedH\x00\x42\t\n\x07message\"\x19\n\x05Setup\x12\x10\n\x08settings\x18\x01 \x01(\x0c\"\x94\x01\n\x05\x42\x65gin\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x10\n\x08settings\x18\x02 \x01(\x0c\x12\x15\n\rmax_in_flight\x18\x03 \x01(\r\x12\x11\n\trecording\x18\x04 \x01(\x08\x12.\n\x06parent\x18\x05 \x01(\x0b\x32\x1e.treadle.loop_worker.v1.Parent\x12\x12\n\nattributes\x18\x06 \x01(\x0c\"+\n\x06Parent\x12\x10\n\x08trace_id\x18\x01 \x01(\t\x12\x0f\n\x07span_id\x18\x02 \x01(\t\"\x82\x01\n\x04Give\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x30\n\x05tasks\x18\x02 \x03(\x0b\x32!.treadle.loop_worker.v1.GivenTask\x12-\n\x06images\x18\x03 \x03(\x0b\x32\x1d.treadle.loop_worker.v1.Image\x12\x0c\n\x04text\x18\x04 \x01(\x08\"`\n\tGivenTask\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12/\n\x04task\x18\x02 \x01(\x0b\x32!.treadle.loop_worker.v1.AgentTask\x12\x12\n\nattributes\x18\x03 \x01(\x0c\"+\n\x05\x42ound\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x15\n\rmax_in_flight\x18\x02 \x01(\r\"\x1a\n\x07Weights\x12\x0f\n\x07version\x18\x01 \x01(\x04\"\x12\n\x03\x45nd\x12\x0b\n\x03run\x18\x01 \x01(\r\"\x06\n\x04Stop\"1\n\x05\x41live\x12\x0b\n\x03pid\x18\x01 \x01(\x03\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\"\x07\n\x05Ready\"\x1a\n\x07Refused\x12\x0f\n\x07message\x18\x01 \x01(\x0c\"\"\n\x04\x41sks\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"\x9f\x01\n\x05\x45nded\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x36\n\ntrajectory\x18\x03 \x01(\x0b\x32\".treadle.loop_worker.v1.Trajectory\x12\x33\n\x05spans\x18\x04 \x03(\x0b\x32$.treadle.loop_worker.v1.FinishedSpan\x12\x0c\n\x04\x61sks\x18\x05 \x01(\r\"<\n\tRunFailed\x12\x0b\n\x03run\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x12\x11\n\ttraceback\x18\x03 \x01(\x0c\"(\n\x06Warned\x12\r\n\x05level\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\x0c\x32j\n\x11LoopWorkerService\x12U\n\x04Work\x12#.treadle.loop_worker.v1.WorkRequest\x1a$.treadle.loop_worker.v1.WorkResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.loop_worker.v1.loop_worker_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_WORKREQUEST']._serialized_start=118
-  _globals['_WORKREQUEST']._serialized_end=474
-  _globals['_WORKRESPONSE']._serialized_start=477
-  _globals['_WORKRESPONSE']._serialized_end=851
-  _globals['_SETUP']._serialized_start=853
-  _globals['_SETUP']._serialized_end=878
-  _globals['_BEGIN']._serialized_start=881
-  _globals['_BEGIN']._serialized_end=1029
-  _globals['_PARENT']._serialized_start=1031
-  _globals['_PARENT']._serialized_end=1074
-  _globals['_GIVE']._serialized_start=1077
-  _globals['_GIVE']._serialized_end=1207
-  _globals['_GIVENTASK']._serialized_start=1209
-  _globals['_GIVENTASK']._serialized_end=1305
-  _globals['_BOUND']._serialized_start=1307
-  _globals['_BOUND']._serialized_end=1350
-  _globals['_WEIGHTS']._serialized_start=1352
-  _globals['_WEIGHTS']._serialized_end=1378
-  _globals['_END']._serialized_start=1380
-  _globals['_END']._serialized_end=1398
-  _globals['_STOP']._serialized_start=1400
-  _globals['_STOP']._serialized_end=1406
-  _globals['_ALIVE']._serialized_start=1408
-  _globals['_ALIVE']._serialized_end=1457
-  _globals['_READY']._serialized_start=1459
-  _globals['_READY']._serialized_end=1466
-  _globals['_REFUSED']._serialized_start=1468
-  _globals['_REFUSED']._serialized_end=1494
-  _globals['_ASKS']._serialized_start=1496
-  _globals['_ASKS']._serialized_end=1530
-  _globals['_ENDED']._serialized_start=1533
-  _globals['_ENDED']._serialized_end=1692
-  _globals['_RUNFAILED']._serialized_start=1694
-  _globals['_RUNFAILED']._serialized_end=1754
-  _globals['_WARNED']._serialized_start=1756
-  _globals['_WARNED']._serialized_end=1796
-  _globals['_LOOPWORKERSERVICE']._serialized_start=1798
-  _globals['_LOOPWORKERSERVICE']._serialized_end=1904
+  _globals['_WORKREQUEST']._serialized_start=117
+  _globals['_WORKREQUEST']._serialized_end=181
+  _globals['_WORKRESPONSE']._serialized_start=183
+  _globals['_WORKRESPONSE']._serialized_end=244
+  _globals['_COMMAND']._serialized_start=247
+  _globals['_COMMAND']._serialized_end=599
+  _globals['_EVENT']._serialized_start=602
+  _globals['_EVENT']._serialized_end=969
+  _globals['_SETUP']._serialized_start=971
+  _globals['_SETUP']._serialized_end=996
+  _globals['_BEGIN']._serialized_start=999
+  _globals['_BEGIN']._serialized_end=1147
+  _globals['_PARENT']._serialized_start=1149
+  _globals['_PARENT']._serialized_end=1192
+  _globals['_GIVE']._serialized_start=1195
+  _globals['_GIVE']._serialized_end=1325
+  _globals['_GIVENTASK']._serialized_start=1327
+  _globals['_GIVENTASK']._serialized_end=1423
+  _globals['_BOUND']._serialized_start=1425
+  _globals['_BOUND']._serialized_end=1468
+  _globals['_WEIGHTS']._serialized_start=1470
+  _globals['_WEIGHTS']._serialized_end=1496
+  _globals['_END']._serialized_start=1498
+  _globals['_END']._serialized_end=1516
+  _globals['_STOP']._serialized_start=1518
+  _globals['_STOP']._serialized_end=1524
+  _globals['_ALIVE']._serialized_start=1526
+  _globals['_ALIVE']._serialized_end=1575
+  _globals['_READY']._serialized_start=1577
+  _globals['_READY']._serialized_end=1584
+  _globals['_REFUSED']._serialized_start=1586
+  _globals['_REFUSED']._serialized_end=1612
+  _globals['_ASKS']._serialized_start=1614
+  _globals['_ASKS']._serialized_end=1648
+  _globals['_ENDED']._serialized_start=1651
+  _globals['_ENDED']._serialized_end=1810
+  _globals['_RUNFAILED']._serialized_start=1812
+  _globals['_RUNFAILED']._serialized_end=1872
+  _globals['_WARNED']._serialized_start=1874
+  _globals['_WARNED']._serialized_end=1914
+  _globals['_LOOPWORKERSERVICE']._serialized_start=1916
+  _globals['_LOOPWORKERSERVICE']._serialized_end=2022
 # @@protoc_insertion_point(module_scope)

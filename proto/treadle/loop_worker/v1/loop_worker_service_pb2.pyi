@@ -8,6 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class WorkRequest(_message.Message):
+    __slots__ = ("commands",)
+    COMMANDS_FIELD_NUMBER: _ClassVar[int]
+    commands: _containers.RepeatedCompositeFieldContainer[Command]
+    def __init__(self, commands: _Optional[_Iterable[_Union[Command, _Mapping]]] = ...) -> None: ...
+
+class WorkResponse(_message.Message):
+    __slots__ = ("events",)
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    events: _containers.RepeatedCompositeFieldContainer[Event]
+    def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ...) -> None: ...
+
+class Command(_message.Message):
     __slots__ = ("setup", "begin", "give", "bound", "weights", "end", "stop")
     SETUP_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
@@ -25,7 +37,7 @@ class WorkRequest(_message.Message):
     stop: Stop
     def __init__(self, setup: _Optional[_Union[Setup, _Mapping]] = ..., begin: _Optional[_Union[Begin, _Mapping]] = ..., give: _Optional[_Union[Give, _Mapping]] = ..., bound: _Optional[_Union[Bound, _Mapping]] = ..., weights: _Optional[_Union[Weights, _Mapping]] = ..., end: _Optional[_Union[End, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
-class WorkResponse(_message.Message):
+class Event(_message.Message):
     __slots__ = ("alive", "ready", "refused", "asks", "ended", "run_failed", "warned")
     ALIVE_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]

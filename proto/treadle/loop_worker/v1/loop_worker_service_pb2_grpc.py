@@ -47,7 +47,7 @@ class LoopWorkerServiceServicer(object):
     """
 
     def Work(self, request_iterator, context):
-        """The first message has `setup`; the worker answers `ready`, or `refused` and ends. It then
+        """The first command is `setup`; the worker answers `ready`, or `refused` and ends. It then
         requests tasks of each run (`asks`) and is never given more; each that it was given ends once,
         unless its run or the call ends first. Signs of life (`alive`) come all the while.
         """

@@ -129,11 +129,7 @@ async def test_what_a_worker_says_of_its_trajectories_is_written_as_it_came(tmp_
     shows = Message(role="tool", content="", name="zoom", images=(other,))
     first = replace(first, messages=(*first.messages[:2], seen, shows, *first.messages[2:]))
     second = replace(second, samples=(Tokens.empty(), second.samples[0]))
-    odd_span = replace(first.samples[0].spans[1], weight_version=-7)
-    odd = replace(
-        first.samples[0], spans=(first.samples[0].spans[0], odd_span, *first.samples[0].spans[2:])
-    )
-    first = replace(first, samples=(odd, first.samples[0]))
+    first = replace(first, samples=first.samples * 2)
     here = [first, second, failed]
 
     def sent(trajectory: Trajectory) -> Trajectory:

@@ -55,6 +55,11 @@ class NotPlainError(TypeError):
         self._place.insert(0, key)
         return self
 
+    def of(self, owner: str) -> "NotPlainError":
+        """Returns the error of what has the value as an attribute."""
+        self._what = f"{owner}.{self._what}"
+        return self
+
     def __str__(self) -> str:
         kind = type(self._value)
         place = "".join(f"[{key!r}]" for key in self._place)

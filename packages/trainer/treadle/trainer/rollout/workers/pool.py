@@ -246,14 +246,14 @@ class LoopWorkers:
     def _require(self, version: int) -> None:
         if version != self._weights:
             self._weights = version
-            self._send_to_all(self._weights_request())
+            self._send_to_all(self._weights_command())
 
-    def _weights_request(self) -> pb.WorkRequest:
-        return pb.WorkRequest(weights=pb.Weights(version=self._weights))
+    def _weights_command(self) -> pb.Command:
+        return pb.Command(weights=pb.Weights(version=self._weights))
 
-    def _send_to_all(self, request: pb.WorkRequest) -> None:
+    def _send_to_all(self, command: pb.Command) -> None:
         for worker in self._live.values():
-            worker.send(request)
+            worker.send(command)
 
     def runner(
         self,
@@ -339,7 +339,7 @@ class LoopWorkers:
             if run.runner is runner:
                 run.begin.max_in_flight = runner.max_in_flight
                 bound = pb.Bound(run=run.begin.run, max_in_flight=runner.max_in_flight)
-                self._send_to_all(pb.WorkRequest(bound=bound))
+                self._send_to_all(pb.Command(bound=bound))
 
     def _begin(self, runner: "_WorkersRunner") -> _Run:
         self._num_runs += 1
@@ -360,7 +360,7 @@ class LoopWorkers:
             runner=runner,
         )
         self._runs[run.begin.run] = run
-        self._send_to_all(pb.WorkRequest(begin=run.begin))
+        self._send_to_all(pb.Command(begin=run.begin))
         return run
 
     def _end(self, run: _Run) -> None:
@@ -368,7 +368,7 @@ class LoopWorkers:
         for worker in self._live.values():
             worker.open_asks.pop(run.begin.run, None)
             worker.num_given.pop(run.begin.run, None)
-        self._send_to_all(pb.WorkRequest(end=pb.End(run=run.begin.run)))
+        self._send_to_all(pb.Command(end=pb.End(run=run.begin.run)))
 
     def _give(self, run: _Run) -> None:
         """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
@@ -403,7 +403,7 @@ class LoopWorkers:
                 except Exception as problem:  # a row's reader may put anything into it
                     self._fail_alone(worker, number, given, problem)
             images.write_new(give.images)
-            worker.send(pb.WorkRequest(give=give))
+            worker.send(pb.Command(give=give))
 
     def _fail_alone(
         self, worker: LoopWorker, number: int, given: GivenTask, problem: Exception
@@ -423,9 +423,9 @@ class LoopWorkers:
         run.ended.put_nowait((given.number, Trajectory.failed(given.task, error)))
         self._give(run)
 
-    def _take(self, worker: LoopWorker, response: pb.WorkResponse) -> None:
-        kind = response.WhichOneof("message")
-        message = response.asks if kind is None else getattr(response, kind)
+    def _take(self, worker: LoopWorker, event: pb.Event) -> None:
+        kind = event.WhichOneof("message")
+        message = event.asks if kind is None else getattr(event, kind)
         run = self._runs.get(message.run)
         if run is None or worker.lost:  # it has ended here; the worker was told
             return
@@ -493,9 +493,9 @@ class LoopWorkers:
             on_end=self._lost,
         )
         self._live[name] = worker
-        worker.send(self._weights_request())
+        worker.send(self._weights_command())
         for run in self._runs.values():
-            worker.send(pb.WorkRequest(begin=run.begin))
+            worker.send(pb.Command(begin=run.begin))
 
     def _lost(self, worker: LoopWorker, problem: str | None) -> None:
         """Gives the tasks of a worker to others, and starts it again."""

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -110,9 +111,11 @@ class Program:
 
     def listen(self, token: str) -> None:
         self.stream = ProgramEnd(
+            split=attrgetter("commands"),
+            join=lambda events: pb.WorkResponse(events=events),
             on_message=self._take,
             on_end=lambda: self.got.put_nowait((None, None)),
-            beat=lambda: pb.WorkResponse(
+            beat=lambda: pb.Event(
                 alive=pb.Alive(pid=os.getpid(), node=platform.node(), place="here:1, in f")
             ),
             beat_s=1000.0,
@@ -128,8 +131,8 @@ class Program:
     def Work(self, requests: Any, context: object) -> Iterator[object]:
         return self.stream.serve(requests, context)
 
-    def _take(self, request: pb.WorkRequest) -> None:
-        kind = request.WhichOneof("message")
+    def _take(self, command: pb.Command) -> None:
+        kind = command.WhichOneof("message")
         if kind == "setup" and self.falls == "before it is set up":
             self.die()
         elif kind == "setup" and self.falls == "when it is ready":
@@ -141,18 +144,18 @@ class Program:
             else:
                 self.say(refused=pb.Refused(message=self.refusal.encode()))
         elif kind == "give":
-            for given in read_given(request.give):
-                self.given[request.give.run, given.number] = given
+            for given in read_given(command.give):
+                self.given[command.give.run, given.number] = given
             if self.ends_all:
                 self.end_all()
         elif kind == "stop":
             self.die()
         if kind != "setup":
             assert kind is not None
-            self.got.put_nowait((kind, getattr(request, kind)))
+            self.got.put_nowait((kind, getattr(command, kind)))
 
     def say(self, **message: Any) -> None:
-        self.stream.send(pb.WorkResponse(**message))
+        self.stream.send(pb.Event(**message))
 
     def die(self) -> None:
         self.dead.set()

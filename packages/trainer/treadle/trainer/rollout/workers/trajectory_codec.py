@@ -47,6 +47,7 @@ from treadle.agent_loop import (
 from treadle.loop_worker.v1 import trajectory_pb2 as pb
 from treadle.tracing import Metric, Reduce
 from treadle.trainer.rollout.workers.plain_values import (
+    NotPlainError,
     check_text,
     from_plain_json,
     from_wire,
@@ -68,6 +69,7 @@ __all__ = [
     "write_trajectory",
 ]
 
+_NUMBERS = frozenset({int, float, bool})
 _MAX_SHARED = 1024
 """Number of objects of a kind that are kept for other trajectories; each takes some 350 bytes."""
 
@@ -171,7 +173,7 @@ class PackedMessages(MessageSource):
 def messages_crc32(task: AgentTask) -> int:
     """Returns the CRC-32 of the messages of a task, and of their images."""
     number = ImageNumbers()
-    packed = pb.Conversation(messages=_pack_messages(task.messages, number, "messages"))
+    packed = pb.Conversation(messages=_pack_messages(task.messages, number))
     crc = zlib.crc32(packed.SerializeToString(deterministic=True))
     for image in _images_of(task):
         crc = zlib.crc32(image.data, crc)
@@ -194,7 +196,7 @@ def pack_task(task: AgentTask, number: Callable[[Image], int]) -> pb.AgentTask:
         sample_index=task.sample_index,
         rollout_index=task.rollout_index,
         loop=check_text(task.loop, "loop"),
-        messages=_pack_messages(task.messages, number, "messages"),
+        messages=_pack_messages(task.messages, number),
         fields=plain_json(task.fields, "fields"),
         seed=task.seed,
     )
@@ -257,7 +259,7 @@ def write_trajectory(
             pb.SampleReward(player=check_text(each.player, "player"), value=each.value)
             for each in trajectory.sample_rewards
         ),
-        answer=None if trajectory.answer is None else check_text(trajectory.answer, "answer"),
+        answer=_optional_text(trajectory.answer, "answer"),
         tool_rewards=trajectory.tool_rewards,
         turn_scores=trajectory.turn_scores,
         metrics=_pack_metrics(trajectory.metrics),
@@ -316,7 +318,7 @@ def read_trajectory(
         answer=from_wire(packed.answer) if packed.HasField("answer") else None,
         tool_rewards=tuple(packed.tool_rewards),
         turn_scores=tuple(packed.turn_scores),
-        metrics=tuple(_metric(*each) for each in from_plain_json(packed.metrics)),
+        metrics=tuple(map(_metric, *from_plain_json(packed.metrics))),
         findings=tuple(
             Finding(kind=from_wire(each.kind), text=from_wire(each.text))
             for each in packed.findings
@@ -346,7 +348,7 @@ def _pack_conversation(
         messages, num_given = trajectory.messages, len(task.messages)
         kept = num_given if messages[:num_given] == task.messages else 0
         conversation = pb.Conversation(
-            messages=_pack_messages(messages[kept:], number, "messages"),
+            messages=_pack_messages(messages[kept:], number),
             text=None if text is None else _pack_text(text),
         )
         packed.num_given = kept
@@ -364,27 +366,38 @@ def _pack_text(text: StoredText) -> pb.StoredText:
 
 
 def _pack_messages(
-    messages: Sequence[Message], number: Callable[[Image], int], what: str
+    messages: Sequence[Message], number: Callable[[Image], int]
 ) -> Iterable[pb.Message]:
     for index, message in enumerate(messages):
-        place = f"{what}[{index}]"
-        if type(message) is not Message:
-            raise TypeError(f"{place} is a {type(message).__name__}, and must be a Message")
-        packed = pb.Message(
-            role=message.role,
-            content=check_text(message.content, f"{place}.content"),
-            images=map(number, message.images),
-        )
-        for name in ("tool_call_id", "name", "reasoning"):
-            if (value := getattr(message, name)) is not None:
-                setattr(packed, name, check_text(value, f"{place}.{name}"))
-        for call in message.tool_calls:
-            packed.tool_calls.add(
-                id=check_text(call.id, f"{place}.tool_calls.id"),
-                name=check_text(call.name, f"{place}.tool_calls.name"),
-                arguments=plain_json(call.arguments, f"{place}.tool_calls.arguments"),
+        try:
+            yield _pack_message(message, number)
+        except NotPlainError as error:
+            raise error.of(f"messages[{index}]") from None
+
+
+def _pack_message(message: Message, number: Callable[[Image], int]) -> pb.Message:
+    if type(message) is not Message:
+        raise TypeError(f"a message is a {type(message).__name__}, and must be a Message")
+    return pb.Message(
+        role=message.role,
+        content=check_text(message.content, "content"),
+        tool_calls=[
+            pb.ToolCall(
+                id=check_text(call.id, "tool_calls.id"),
+                name=check_text(call.name, "tool_calls.name"),
+                arguments=plain_json(call.arguments, "tool_calls.arguments"),
             )
-        yield packed
+            for call in message.tool_calls
+        ],
+        tool_call_id=_optional_text(message.tool_call_id, "tool_call_id"),
+        name=_optional_text(message.name, "name"),
+        reasoning=_optional_text(message.reasoning, "reasoning"),
+        images=map(number, message.images),
+    )
+
+
+def _optional_text(value: str | None, what: str) -> bytes | None:
+    return None if value is None else check_text(value, what)
 
 
 def _message(packed: pb.Message, images: Sequence[Image]) -> Message:
@@ -409,15 +422,12 @@ def _message(packed: pb.Message, images: Sequence[Image]) -> Message:
     )
 
 
-def _pack_metrics(metrics: Iterable[Metric]) -> bytes:
-    return plain_json(
-        [[name, _number(value), rule.value] for name, value, rule in metrics], "metrics"
-    )
-
-
-def _number(value: float) -> float:
-    """Returns a number of numpy, or a fraction, as a float."""
-    return float(value) if isinstance(value, Real) and not isinstance(value, int | float) else value
+def _pack_metrics(metrics: Sequence[Metric]) -> bytes:
+    values = [value for _, value, _ in metrics]
+    if not _NUMBERS.issuperset(map(type, values)):
+        values = [float(v) if isinstance(v, Real) else v for v in values]  # those of numpy
+    columns = [[name for name, _, _ in metrics], values, [rule.value for _, _, rule in metrics]]
+    return plain_json(columns, "metrics")
 
 
 @lru_cache(maxsize=_MAX_SHARED, typed=True)  # typed: 1, 1.0 and True are equal
@@ -492,13 +502,12 @@ def _known_kind(error: RolloutError) -> type[RolloutError]:
 def _pack_error(error: RolloutError) -> pb.TrajectoryError:
     kind, own = _known_kind(error), vars(error)
     text = str(error) if type(error) is kind else f"{type(error).__name__}: {error}"
-    tool = own.get("tool")
     return pb.TrajectoryError(
         kind=kind.__name__,
         message=to_wire(text),
         traceback=to_wire("".join(traceback.format_exception(error))),
         retryable=error.retryable,
-        tool=None if tool is None else check_text(tool, "error.tool"),
+        tool=_optional_text(own.get("tool"), "error.tool"),
         notes=(check_text(note, "a note of an error") for note in own.get("__notes__", ())),
     )
 

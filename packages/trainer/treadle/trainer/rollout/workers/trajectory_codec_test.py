@@ -492,11 +492,11 @@ BEYOND = Span(origin=Origin.SAMPLED, start=0, stop=1, weight_version=2**40)
         (replace(ended(task()), answer=ODD), "answer is of type builtins.object; return plain"),
         (
             replace(ended(task()), metrics=(Metric("a", cast(float, ODD)),)),
-            "metrics[0][1] is of type builtins.object; return plain data",
+            "metrics[1][0] is of type builtins.object; return plain data",
         ),
         (
             replace(ended(task()), messages=(Annotated(role="user", content="", note="mine"),)),
-            "messages[0] is a Annotated, and must be a Message",
+            "a message is a Annotated, and must be a Message",
         ),
         (
             Own(task=task(), samples=(), messages=(), stop=StopReason.FINISHED),

@@ -26,6 +26,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 from treadle.agent_loop import AgentTask, RolloutRunner, SetupError, TokenGenerator, Trajectory
@@ -174,6 +175,8 @@ class _Worker:
         self.ended = asyncio.Event()
         self.refused = False
         self.stream = ProgramEnd(
+            split=attrgetter("commands"),
+            join=lambda events: pb.WorkResponse(events=events),
             on_message=self._take,
             on_end=self.ended.set,
             beat=partial(_beat, threading.get_ident()),
@@ -189,35 +192,35 @@ class _Worker:
             await self._living
         self.stream.close()
 
-    def _take(self, request: pb.WorkRequest) -> None:
-        match request.WhichOneof("message"):
+    def _take(self, command: pb.Command) -> None:
+        match command.WhichOneof("message"):
             case "setup":
-                settings = WORKER_SETTINGS.validate_json(request.setup.settings)
+                settings = WORKER_SETTINGS.validate_json(command.setup.settings)
                 self._living = asyncio.create_task(self._live(settings))
             case "begin":
-                begin = request.begin
+                begin = command.begin
                 tasks = _Tasks(begin.max_in_flight)
                 running = asyncio.create_task(self._run(begin, tasks), name=f"run {begin.run}")
                 self._runs[begin.run] = tasks, running
             case "give":
-                self._makes_text = request.give.text
-                if (open_run := self._runs.get(request.give.run)) is not None:
-                    open_run[0].give(read_given(request.give))
+                self._makes_text = command.give.text
+                if (open_run := self._runs.get(command.give.run)) is not None:
+                    open_run[0].give(read_given(command.give))
             case "bound":
-                run = request.bound.run
+                run = command.bound.run
                 if (open_run := self._runs.get(run)) is not None:
-                    open_run[0].set_limit(request.bound.max_in_flight)
+                    open_run[0].set_limit(command.bound.max_in_flight)
                     self._ask(run, open_run[0])
             case "weights":
-                self._generator.require_weights(request.weights.version)
+                self._generator.require_weights(command.weights.version)
             case "end":
-                if (open_run := self._runs.pop(request.end.run, None)) is not None:
+                if (open_run := self._runs.pop(command.end.run, None)) is not None:
                     open_run[1].cancel()
             case "stop":
                 self.ended.set()
 
     def _ask(self, run: int, tasks: _Tasks) -> None:
-        self.stream.send(pb.WorkResponse(asks=pb.Asks(run=run, count=tasks.ask())))
+        self.stream.send(pb.Event(asks=pb.Asks(run=run, count=tasks.ask())))
 
     async def _live(self, settings: WorkerSettings) -> None:
         """Opens everything, waits for the end, and closes it: in one task, as users' code needs."""
@@ -229,7 +232,7 @@ class _Worker:
             except Exception as error:  # the user's code, or a bug: both must be seen
                 self._refuse(f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
             else:
-                self.stream.send(pb.WorkResponse(ready=pb.Ready()))
+                self.stream.send(pb.Event(ready=pb.Ready()))
             await self.ended.wait()
             running = [task for _, task in self._runs.values()]
             for task in running:
@@ -238,7 +241,7 @@ class _Worker:
 
     def _refuse(self, message: str) -> None:
         self.refused = True
-        self.stream.send(pb.WorkResponse(refused=pb.Refused(message=to_wire(message))))
+        self.stream.send(pb.Event(refused=pb.Refused(message=to_wire(message))))
         self.ended.set()
 
     async def _until_ended(self, making: Coroutine[Any, Any, None]) -> None:
@@ -283,7 +286,7 @@ class _Worker:
                 run=begin.run, number=given.number, trajectory=packed, asks=tasks.ask()
             )
             pack_spans(spans.take(), ended.spans)
-            self.stream.send(pb.WorkResponse(ended=ended))
+            self.stream.send(pb.Event(ended=ended))
 
         parent = begin.parent
         try:
@@ -306,7 +309,7 @@ class _Worker:
                 message=to_wire(f"{type(error).__name__}: {error}"),
                 traceback=to_wire(traceback.format_exc()),
             )
-            self.stream.send(pb.WorkResponse(run_failed=failed))
+            self.stream.send(pb.Event(run_failed=failed))
 
     def _text(self, trajectory: Trajectory) -> StoredText | None:
         """Returns what the trajectory files say of a trajectory, while they get all."""
@@ -331,10 +334,10 @@ class _Worker:
         )
 
 
-def _beat(thread: int) -> pb.WorkResponse:
+def _beat(thread: int) -> pb.Event:
     """Returns a sign of life with the place of a thread."""
     sign = sign_of_life(thread)
-    return pb.WorkResponse(alive=pb.Alive(pid=sign.pid, node=sign.node, place=sign.place))
+    return pb.Event(alive=pb.Alive(pid=sign.pid, node=sign.node, place=sign.place))
 
 
 @contextlib.asynccontextmanager
@@ -383,7 +386,7 @@ class _ToDriver(logging.Handler):
             text += f" (and {self._num_left_out} lines before it, which only the worker's log has)"
             self._num_left_out = 0
         warned = pb.Warned(level=record.levelno, message=to_wire(text))
-        self._stream.send(pb.WorkResponse(warned=warned))
+        self._stream.send(pb.Event(warned=warned))
 
 
 class _Servicer(pb_grpc.LoopWorkerServiceServicer):

@@ -12,6 +12,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from treadle.agent_loop.rpc.driven import DrivenAccess
 from treadle.agent_loop.rpc.driver_stream import DriverEnd
@@ -73,7 +74,7 @@ class LoopWorker:
         """Its process id and node, for a message; before it has connected, its name."""
         return self.name if self.sign is None else f"pid {self.sign.pid} on {self.sign.node}"
 
-    def send(self, message: pb.WorkRequest) -> None:
+    def send(self, message: pb.Command) -> None:
         """Sends a message; nothing happens if the worker is gone."""
         if self.stream is not None and not self.lost:
             self.stream.send(message)
@@ -92,7 +93,7 @@ class LoopWorker:
         if self.watching is not None:
             self.watching.cancel()
         if self.stream is not None and not self.lost:
-            self.stream.send(pb.WorkRequest(stop=pb.Stop()))
+            self.stream.send(pb.Command(stop=pb.Stop()))
             await wait_until_ended(self.process, grace_s)
         await self.process.stop(grace_s)
         if self.stream is not None:
@@ -107,7 +108,7 @@ async def start_worker(
     number: int,
     process_name: str,
     access: DrivenAccess,
-    on_message: Callable[[LoopWorker, pb.WorkResponse], None],
+    on_message: Callable[[LoopWorker, pb.Event], None],
     on_end: Callable[[LoopWorker, str | None], None],
 ) -> LoopWorker:
     """Starts a worker; returns it when it is ready for tasks.
@@ -144,23 +145,23 @@ async def start_worker(
         setup_done=asyncio.get_running_loop().create_future(),
     )
 
-    def take(response: pb.WorkResponse) -> None:
+    def take(event: pb.Event) -> None:
         worker.heard += 1
-        match response.WhichOneof("message"):
+        match event.WhichOneof("message"):
             case "alive":
-                worker.sign = response.alive
+                worker.sign = event.alive
             case "ready":
                 if not worker.setup_done.done():
                     worker.setup_done.set_result(None)
             case "refused":
                 if not worker.setup_done.done():
-                    text = from_wire(response.refused.message)
+                    text = from_wire(event.refused.message)
                     worker.setup_done.set_exception(ProcessError(f"loop worker {name}: {text}"))
             case "warned":
-                warned = response.warned
+                warned = event.warned
                 _log.log(warned.level, "%s: %s", name, from_wire(warned.message))
             case _:
-                on_message(worker, response)
+                on_message(worker, event)
 
     def end(problem: str | None) -> None:
         if not worker.setup_done.done():
@@ -174,12 +175,12 @@ async def start_worker(
                 access,
                 address,
                 lambda channel: LoopWorkerServiceStub(channel).Work,
+                split=attrgetter("events"),
+                join=lambda commands: pb.WorkRequest(commands=commands),
                 on_message=take,
                 on_end=end,
             )
-            worker.send(
-                pb.WorkRequest(setup=pb.Setup(settings=WORKER_SETTINGS.dump_json(settings)))
-            )
+            worker.send(pb.Command(setup=pb.Setup(settings=WORKER_SETTINGS.dump_json(settings))))
             await worker.setup_done
     except (EOFError, OSError) as error:
         end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")

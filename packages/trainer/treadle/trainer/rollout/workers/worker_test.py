@@ -18,10 +18,10 @@ from treadle.trainer.rollout.workers.worker import _MAX_UNSENT, _SLICE, _Tasks, 
 class Unread:
     """A stream to a driver that reads when a test says so."""
 
-    sent: list[pb.WorkResponse] = field(default_factory=list)
+    sent: list[pb.Event] = field(default_factory=list)
     num_unsent: int = 0
 
-    def send(self, message: pb.WorkResponse) -> None:
+    def send(self, message: pb.Event) -> None:
         self.sent.append(message)
         self.num_unsent += 1
 
