@@ -26,7 +26,7 @@ T = TypeVar("T")
 GRACE_S = 5.0
 """Time for clean-up that a cancelled task has before it is left behind, in seconds."""
 
-# A quick function has ended by then, and nothing is left behind: there is nothing to warn of.
+# As many as Python's own executor has at most. A thread that is left behind gives its place back.
 _MAX_THREADS = 32
 # What each waiting thread gets its calls from. A forked child has none of the threads.
 _idle: list[SimpleQueue[Callable[[], Callable[[], object]]]] = []

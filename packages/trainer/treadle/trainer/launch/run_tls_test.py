@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
-from treadle.trainer.launch.run_tls import run_tls, write_private
+from treadle.agent_loop.child_process import SERVER_NAME
+from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
 
 
 def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
