@@ -51,7 +51,7 @@ from treadle.policy.rank.server import RankServer
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import Asks, Ended
 from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text
-from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 SAMPLES = 8  # of a row
