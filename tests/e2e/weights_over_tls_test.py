@@ -10,7 +10,7 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
-from treadle.agent_loop.child_process import SERVER_NAME
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import WeightSyncConfig

@@ -9,18 +9,8 @@ import os
 import select
 import threading
 from pathlib import Path
-from typing import Final
 
-__all__ = ["CERTIFICATE", "KEY", "ROOTS", "SERVER_NAME", "watch_parent", "write_ready"]
-
-SERVER_NAME: Final = "run.treadle.internal"
-"""The name in the certificate of every process of a run."""
-CERTIFICATE: Final = "certificate.pem"
-"""In the directory of a run's certificates: that of every process."""
-KEY: Final = "key.pem"
-"""The certificate's private key."""
-ROOTS: Final = "roots.pem"
-"""The certificate of the run's authority."""
+__all__ = ["watch_parent", "write_ready"]
 
 
 def watch_parent(parent_pid: int) -> None:

@@ -29,16 +29,10 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from treadle.agent_loop.child_process import (
-    CERTIFICATE,
-    KEY,
-    ROOTS,
-    SERVER_NAME,
-    watch_parent,
-    write_ready,
-)
-from treadle.agent_loop.rpc.security import CHANNEL_OPTIONS, ChannelSecurity
+from treadle.agent_loop.child_process import watch_parent, write_ready
+from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS, ChannelSecurity
 from treadle.agent_loop.rpc.token_guard import BlockingTokenGuard, TokenGuard
+from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -65,13 +59,6 @@ _OPTIONS = (
     # The status of a failed call carries a traceback.
     ("grpc.max_metadata_size", 1 << 20),
     ("grpc.absolute_max_metadata_size", 1 << 20),
-)
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
-    ("grpc.server_handshake_timeout_ms", _SILENT_MS),
-    ("grpc.max_connection_idle_ms", _SILENT_MS),
-    *_OPTIONS,
 )
 _THREADS = 4
 """One for the driver's stream, the others for strangers, who are refused at once."""
@@ -111,7 +98,7 @@ class DrivenAccess:
             server_name=SERVER_NAME,
             token=self.token,
             trusts_network=self.tls is None,
-            options=(*CHANNEL_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
+            options=(*CONNECTING_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
         )
 
 
@@ -174,10 +161,7 @@ async def serve_driver(
     """
     server = grpc.aio.server(
         interceptors=(TokenGuard(program.token),),
-        options=(
-            *_SERVER_OPTIONS,
-            ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-        ),
+        options=_server_options(max_bytes=_MAX_REQUEST_BYTES),
     )
     for add in add_services:
         add(server)
@@ -210,7 +194,7 @@ def serve_driver_in_threads(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="serve driver"),
         interceptors=[BlockingTokenGuard(program.token)],
         # Nothing of a message is read before the token is checked.
-        options=(*_SERVER_OPTIONS, ("grpc.max_receive_message_length", -1)),
+        options=_server_options(max_bytes=-1),
     )
     for add in add_services:
         add(server)
@@ -221,6 +205,17 @@ def serve_driver_in_threads(
         yield address
     finally:
         server.stop(_FLUSH_S).wait()
+
+
+def _server_options(*, max_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
+        *_OPTIONS,
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_bytes),
+        # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
+        ("grpc.server_handshake_timeout_ms", _SILENT_MS),
+        ("grpc.max_connection_idle_ms", _SILENT_MS),
+    )
 
 
 def _bind(server: grpc.aio.Server | grpc.Server, program: DrivenProgram) -> int:

@@ -52,7 +52,7 @@ class ChannelSecurity:
     server_name: str | None = None
     token: str | None = None
     trusts_network: bool = False
-    options: tuple[tuple[str, int | str], ...] = CHANNEL_OPTIONS
+    options: tuple[tuple[str, int], ...] = CHANNEL_OPTIONS
 
     def open(self, address: str) -> grpc.aio.Channel:
         """Opens a channel; nothing is sent yet.

@@ -42,7 +42,7 @@ from treadle.policy.v1 import errors_pb2
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
 from treadle.policy.v1 import training_service_pb2 as pb
 
-__all__ = ["PolicyError", "PolicyGroup"]
+__all__ = ["PolicyError", "PolicyGroup", "send_shard"]
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,9 @@ class _Rank:
         )(request, metadata=self.metadata)
         try:
             if shard is not None:
-                await self._send(await asyncio.wrap_future(shard))
+                encoded = await asyncio.wrap_future(shard)
+                with contextlib.suppress(grpc.RpcError):  # the call fails too
+                    await send_shard(self.channel, encoded, self.metadata)
             return cast(Message, await call)
         except grpc.aio.AioRpcError as error:
             return _failure(error)
@@ -118,14 +120,6 @@ class _Rank:
         """Closes the connection."""
         self.following.cancel()
         await self.channel.close()
-
-    async def _send(self, shard: Shard) -> None:
-        method = METHODS[pb.SendBatchRequest]
-        send = self.channel.stream_unary(
-            method.path, method.request.SerializeToString, method.response.FromString
-        )
-        with contextlib.suppress(grpc.RpcError):  # the call that takes the batch fails too
-            await send(shard.messages(), metadata=self.metadata)
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,6 +483,21 @@ class PolicyGroup:
         )
         for rank in self._ranks:
             await rank.close()
+
+
+async def send_shard(
+    channel: grpc.aio.Channel, shard: Shard, metadata: Sequence[tuple[str, str]]
+) -> None:
+    """Sends a shard to the rank that leads its group.
+
+    Raises:
+        RpcError: The rank did not take all of it.
+    """
+    method = METHODS[pb.SendBatchRequest]
+    send = channel.stream_unary(
+        method.path, method.request.SerializeToString, method.response.FromString
+    )
+    await send(shard.messages(), metadata=metadata)
 
 
 def _failure(error: grpc.aio.AioRpcError) -> errors_pb2.RankFailure | _Lost:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.agent_loop.child_process import CERTIFICATE, KEY, ROOTS, SERVER_NAME
+from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 
 __all__ = ["RunTls", "run_tls", "write_private"]
 
@@ -28,7 +28,7 @@ _VALID = 3650 * _DAY  # longer than any run: the files end with it
 
 @dataclass(frozen=True, slots=True)
 class RunTls:
-    """The files of a run's certificates.
+    """The files of a run's certificates; picklable.
 
     Attributes:
         directory: Absolute; the same path on every node.

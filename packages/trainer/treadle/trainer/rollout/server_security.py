@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from treadle.agent_loop.child_process import SERVER_NAME
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config

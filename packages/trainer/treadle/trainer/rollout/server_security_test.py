@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop.child_process import SERVER_NAME
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
