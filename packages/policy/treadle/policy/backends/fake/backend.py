@@ -97,11 +97,9 @@ class FakePolicy(PolicyBackend):
 
         Raises:
             UnsupportedModelError: The type of the model is not supported.
-            ValueError: A weight is not a finite float32, or there are to be several ranks.
+            ValueError: A weight is not a finite float32.
             FileNotFoundError: The folder is not a model folder.
         """
-        if (size := config.parallel.num_ranks) > 1:
-            raise ValueError(f"policy.backend=fake is one process, and policy.parallel has {size}")
         self._config, self._model_path = config, model_path
         self._model, self._weights = _read(model_path)
         self._trained = [EMBEDDING, NORM] + [HEAD] * (not self._model.tied)

@@ -11,8 +11,6 @@ import torch
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.backends.megatron.offload import Offload
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.commands import (
     Command,
@@ -42,6 +40,8 @@ from treadle.policy.config.policy import (
     PolicyConfig,
 )
 from treadle.policy.rank.rank import PolicyRank
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 
 EVERYTHING = OffloadConfig(parameters=True, optimizer=True, reference=True)
 TWICE = AlgorithmConfig(mini_batches=2)

@@ -18,17 +18,17 @@ from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.testing import tiny
-from treadle.policy.backends.megatron.testing.seeing import (
+from treadle.policy.client.commands import ComputeDelta
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.critic import CriticConfig
+from treadle.policy.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.testing import tiny
+from treadle.policy.testing.seeing import (
     SEEING,
     Transformers,
     seeing_sequences,
     write_seeing_model,
 )
-from treadle.policy.client.commands import ComputeDelta
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.critic import CriticConfig
-from treadle.policy.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
 from treadle.policy.weight_sync.delta import DeltaSender
 
 LOSS = policy_loss(AlgorithmConfig())
