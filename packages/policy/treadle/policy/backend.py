@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from treadle.policy.client.types import StepStats
 
@@ -27,17 +27,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.client.commands import OffloadReport
-    from treadle.policy.client.shards import Frame
     from treadle.policy.client.types import (
         LossAggregation,
         LossStats,
         NamedTensor,
+        OffloadReport,
         OptimizerStats,
         TensorSpec,
         TrainSequence,
     )
     from treadle.policy.config.critic import CriticConfig
+
+
+Frame: TypeAlias = bytes | bytearray
+"""A part of a batch, as the driver sends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

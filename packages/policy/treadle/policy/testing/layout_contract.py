@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from treadle.agent_loop import FloatArray
@@ -17,7 +18,7 @@ from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backend import CheckpointError, PolicyBackend, Rendezvous, step_stats
 from treadle.policy.backends import registry
 from treadle.policy.backends.description import refusals
-from treadle.policy.client.shards import assign, encode, from_frames, to_frames
+from treadle.policy.client.shards import assign, decode, encode
 from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.config.choices import BackendName
@@ -28,6 +29,7 @@ from treadle.policy.testing.contract_base import LINEAR, ContractBase, OpenPolic
 from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.state_contract import SETTINGS, go_on
 from treadle.policy.testing.tiny import LENGTHS, forked_sequences, sequences
+from treadle.policy.v1 import training_service_pb2 as pb
 
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
 OF_ROLLOUT = AlgorithmConfig.model_validate({"old_logprobs": "rollout", "reward_kl": {"coef": 0.1}})
@@ -107,9 +109,10 @@ def train(
             return whole
         parallel = case.parallel
         shards = list(encode(whole, assign(whole, parallel.data), parallel.data))
-        frames = to_frames(shards[parallel.data_rank(place.rank)])
-        given = frames if policy.leads else [None] * len(frames)
-        return from_frames([policy.share(frame) for frame in given]).sequences()
+        shard = shards[parallel.data_rank(place.rank)]
+        given = [shard.head.SerializeToString(), b"".join(shard.buffers)]
+        head, memory = (policy.share(part if policy.leads else None) for part in given)
+        return decode(pb.Shard.FromString(bytes(head)), memory)
 
     whole = sequences(case.lengths)
     batch = dealt(whole)
@@ -310,12 +313,14 @@ class LayoutContract(ContractBase):
                 assert got.num_loss_tokens == want.num_loss_tokens
             if "update" in alone:
                 of_rank, want = rank["update"], alone["update"]
-                assert of_rank.mismatch == pytest.approx(want.mismatch, abs=2e-5)
-                assert of_rank.tokens.logprobs_M == pytest.approx(want.tokens.logprobs_M, abs=2e-5)
+                assert dict(of_rank.mismatch) == pytest.approx(dict(want.mismatch), abs=2e-5)
+                got, tokens = (np.frombuffer(r.tokens.logprobs, "<f4") for r in (of_rank, want))
+                assert got == pytest.approx(tokens, abs=2e-5)
                 # Later steps may differ: rounding makes covariances that are close change places.
-                assert of_rank.steps[0].metrics == pytest.approx(want.steps[0].metrics, abs=2e-5)
-                for got, kl in zip(rank["measured"].kl, alone["measured"].kl, strict=True):
-                    assert got == pytest.approx(kl, abs=2e-5)
+                stepped, wanted = (dict(r.steps[0].metrics) for r in (of_rank, want))
+                assert stepped == pytest.approx(wanted, abs=2e-5)
+                got, kl = (np.frombuffer(r["measured"].kl, "<f4") for r in (rank, alone))
+                assert got == pytest.approx(kl, abs=2e-5)
         for spec in ranks[0]["specs"]:
             tensor = ranks[spec.sender]["weights"][spec.name]
             assert tensor.shape == spec.shape

@@ -13,7 +13,6 @@ from treadle.agent_loop import BoolArray, FloatArray
 from treadle.policy.algorithms.choose_loss import BUILT_IN, policy_loss
 from treadle.policy.algorithms.losses import ClippedSurrogate, NegativeLogLikelihood
 from treadle.policy.backend import LossFn, LossInputs, LossOutput, step_stats
-from treadle.policy.client.commands import UpdateStats
 from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig
@@ -27,6 +26,7 @@ from treadle.policy.testing.contract_base import (
     largest_difference,
 )
 from treadle.policy.testing.tiny import VOCAB, sequences
+from treadle.policy.v1 import training_service_pb2 as pb
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class StepContract(ContractBase):
         algorithm = AlgorithmConfig.model_validate(settings)
         batch = [replace(s, trajectory=0 if i < 2 else None) for i, s in enumerate(sequences())]
 
-        def update(micro_batch_tokens: int) -> tuple[UpdateStats, Weights]:
+        def update(micro_batch_tokens: int) -> tuple[pb.UpdateResponse, Weights]:
             policy = open_policy(
                 folder,
                 keep_reference=algorithm.needs_reference,

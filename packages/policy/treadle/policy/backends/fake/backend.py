@@ -32,12 +32,12 @@ from treadle.policy.client.batch import (
     pack,
     token_weights,
 )
-from treadle.policy.client.commands import OffloadReport
 from treadle.policy.client.hf_files import weight_files
 from treadle.policy.client.types import (
     LOGPROB_FIELDS,
     LossStats,
     NamedTensor,
+    OffloadReport,
     OptimizerStats,
     TensorSpec,
     TokenValues,
@@ -49,8 +49,7 @@ if TYPE_CHECKING:
     import torch
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import CriticBackend, LossFn, LossOutput
-    from treadle.policy.client.shards import Frame
+    from treadle.policy.backend import CriticBackend, Frame, LossFn, LossOutput
     from treadle.policy.client.types import LossAggregation
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from treadle.policy.backends.megatron.offload import Offload
     from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
     from treadle.policy.backends.megatron.parallel import World
-    from treadle.policy.client.commands import OffloadReport
+    from treadle.policy.client.types import OffloadReport
     from treadle.policy.config.policy import OptimizerConfig
 
 
