@@ -102,7 +102,9 @@ def test_a_run_continues_without_a_dead_server_until_none_is_left(
     start_trainer: StartTrainer,
 ) -> None:
     trainer = start_trainer(
-        _ENDLESS, *_UNVALIDATED, "rollout.num_replicas=2", "rollout.max_restarts=0"
+        _ENDLESS,
+        *_UNVALIDATED,
+        *("rollout.num_replicas=2", "rollout.max_restarts=0", "policy.backend=fake"),
     )
     trainer.read_until(" 1/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
@@ -120,7 +122,7 @@ def test_a_run_continues_without_a_dead_server_until_none_is_left(
 def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     start_trainer: StartTrainer,
 ) -> None:
-    trainer = start_trainer(_ENDLESS, *_UNVALIDATED)
+    trainer = start_trainer(_ENDLESS, *_UNVALIDATED, "policy.backend=fake")
     trainer.read_until(" 2/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
     trainer.read_until("started again: rollout-0")

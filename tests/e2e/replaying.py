@@ -27,10 +27,10 @@ from treadle.agent_loop.testing import ByteRenderer
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.experts.router import ExpertRouter
-from treadle.policy.backends.megatron.testing.tiny import write_model
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import MoeConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.testing.tiny import write_model
 from treadle.trainer.training_loop.groups import _sequence
 
 LOSS = policy_loss(AlgorithmConfig())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from treadle.policy.client.types import StepStats
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import (
-        Frame,
         LossAggregation,
         LossStats,
         NamedTensor,
@@ -38,6 +37,10 @@ if TYPE_CHECKING:
         TrainSequence,
     )
     from treadle.policy.config.critic import CriticConfig
+
+
+Frame: TypeAlias = bytes | bytearray
+"""A part of a batch, as the driver sends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

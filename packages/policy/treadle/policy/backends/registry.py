@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
+from treadle.policy.backends.description import refusals
+
 if TYPE_CHECKING:
     from treadle.policy.backend import PolicyBackend, Rendezvous
     from treadle.policy.backends.description import BackendDescription
@@ -51,9 +53,13 @@ def build(
 
     Raises:
         UnsupportedModelError: The backend cannot compute the model, or its split into parts.
-        ValueError: A weight is infinite or NaN.
+        ValueError: The backend cannot carry out a setting, or a weight is infinite or NaN.
         FileNotFoundError: The folder is not a model folder.
     """
+    described = describe(config.backend)
+    refused = [*refusals(described, config, other_reference=reference_path is not None)]
+    if refused:
+        raise ValueError("\n".join(refused))
     backend: Callable[..., PolicyBackend]
     match config.backend:
         case "megatron":

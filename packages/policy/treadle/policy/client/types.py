@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self, TypeAlias
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.agent_loop import PlacedImage, RoutedExperts
-
-Frame: TypeAlias = bytes | bytearray | memoryview
-"""Bytes that ranks share."""
 
 LOGPROB_FIELDS: Final = ("rollout_logprobs", "old_logprobs", "ref_logprobs")
 """Optional fields of `TrainSequence`; a batch has each for all of its sequences or for none."""

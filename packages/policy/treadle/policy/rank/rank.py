@@ -22,7 +22,13 @@ from google.protobuf.message import Message
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc.driven import start_driven
-from treadle.policy.backend import CheckpointError, CriticBackend, PolicyBackend, Rendezvous
+from treadle.policy.backend import (
+    CheckpointError,
+    CriticBackend,
+    Frame,
+    PolicyBackend,
+    Rendezvous,
+)
 from treadle.policy.backends import registry
 from treadle.policy.client.methods import verb
 from treadle.policy.client.shards import decode
@@ -95,11 +101,11 @@ class PolicyRank:
     def receive(self, batch: int, take: Callable[[int], Received]) -> tuple[TrainSequence, ...]:
         """Returns the sequences of a batch; collective over the ranks that share them."""
         policy = self._built
-        head = memory = None
+        own: tuple[Frame | None, Frame | None] = None, None
         if policy.leads:
-            shard, memory = take(batch)
-            head = shard.SerializeToString()
-        head, memory = policy.share(head), policy.share(memory)
+            shard, values = take(batch)
+            own = shard.SerializeToString(), values
+        head, memory = (policy.share(part) for part in own)
         return decode(pb.Shard.FromString(bytes(head)), memory)
 
     @property
@@ -258,7 +264,6 @@ class PolicyRank:
         self._rank = request.rank
         config = from_json(PolicyConfig, request.policy)
         host, _, port = request.rendezvous.rpartition(":")
-        reference = request.reference_path if request.HasField("reference_path") else None
         with _uncollected():
             self._policy = registry.build(
                 config,
@@ -273,7 +278,9 @@ class PolicyRank:
                     timeout_s=config.collective_timeout_s,
                 ),
                 keep_reference=request.with_reference,
-                reference_path=None if reference is None else Path(reference),
+                reference_path=(
+                    Path(request.reference_path) if request.HasField("reference_path") else None
+                ),
             )
         if request.HasField("critic"):
             self._critic = self._policy.make_critic(from_json(CriticConfig, request.critic))

@@ -1,4 +1,4 @@
-"""The driver's end against real ranks: real processes, real Megatron on gloo."""
+"""The driver's end against real ranks: real processes; several of them have Megatron on gloo."""
 
 import asyncio
 import logging
@@ -79,7 +79,9 @@ async def _group(
 ) -> AsyncIterator[tuple[PolicyGroup, _KeepingLauncher]]:
     """Starts a group; `unresponsive_s` counts from then on, for an import gives no sign of life."""
     config = PolicyConfig(
-        parallel=parallel or ParallelConfig(), collective_timeout_s=collective_timeout_s
+        backend="fake" if parallel is None else "megatron",
+        parallel=parallel or ParallelConfig(),
+        collective_timeout_s=collective_timeout_s,
     )
     async with (
         _KeepingLauncher(tmp_path / "logs") as launcher,
@@ -302,7 +304,7 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
             launcher,
             PolicyGroup(
                 rank_starter(launcher, threads=1),
-                PolicyConfig(),
+                PolicyConfig(backend="fake"),
                 model_path,
                 with_reference=False,
                 start_deadline_s=60.0,

@@ -6,9 +6,9 @@ import pytest
 
 from treadle.agent_loop import SetupError
 from treadle.policy.backends.megatron.architecture import Architecture
-from treadle.policy.backends.megatron.testing.tiny import write_model
 from treadle.policy.backends.registry import describe
 from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.testing.tiny import write_model
 from treadle.trainer.preflight.model_checks import check_policy_parallel, check_training
 from treadle.trainer.problems import SeveralProblems
 

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     import torch
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import CriticBackend, LossFn, LossOutput
-    from treadle.policy.client.types import Frame, LossAggregation
+    from treadle.policy.backend import CriticBackend, Frame, LossFn, LossOutput
+    from treadle.policy.client.types import LossAggregation
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 
@@ -96,11 +96,9 @@ class FakePolicy(PolicyBackend):
 
         Raises:
             UnsupportedModelError: The type of the model is not supported.
-            ValueError: A weight is not a finite float32, or there are to be several ranks.
+            ValueError: A weight is not a finite float32.
             FileNotFoundError: The folder is not a model folder.
         """
-        if (size := config.parallel.num_ranks) > 1:
-            raise ValueError(f"policy.backend=fake is one process, and policy.parallel has {size}")
         self._config, self._model_path = config, model_path
         self._model, self._weights = _read(model_path)
         self._trained = [EMBEDDING, NORM] + [HEAD] * (not self._model.tied)

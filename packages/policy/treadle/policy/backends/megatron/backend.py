@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import LossOutput
+    from treadle.policy.backend import Frame, LossOutput
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-    from treadle.policy.client.types import Frame, TrainSequence
+    from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from treadle.policy.backends.megatron import device
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
+from treadle.policy.testing.tiny import sequences, write_model
 
 # Where a training step and a checkpoint reach the facade. If one is gone, Megatron has moved: read
 # its new source, and adapt the facade or this list.

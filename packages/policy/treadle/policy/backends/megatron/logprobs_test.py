@@ -15,7 +15,7 @@ from treadle.policy.backends.megatron.attention import (
     take_rows,
 )
 from treadle.policy.backends.megatron.logprobs import from_logits, logprobs_and_entropy
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.ranks import RankTask, run_ranks
 
 REAL = 13
 

@@ -12,8 +12,6 @@ from google.protobuf.message import Message
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.backends.megatron.offload import Offload
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import LOSS_NAMES, AlgorithmConfig, RewardKlConfig
@@ -27,6 +25,8 @@ from treadle.policy.config.policy import (
 )
 from treadle.policy.config.settings import to_json
 from treadle.policy.rank.rank import PolicyRank
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
 from treadle.policy.v1 import training_service_pb2 as pb

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from treadle.policy.backend import Rendezvous
+from treadle.policy.backend import Frame, Rendezvous
 from treadle.policy.backends.megatron import device
 
 device.install()
@@ -24,7 +24,6 @@ device.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 if TYPE_CHECKING:
-    from treadle.policy.client.types import Frame
     from treadle.policy.config.policy import ParallelConfig
 
 

@@ -14,8 +14,6 @@ from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backend import CheckpointError, Rendezvous
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.lora.adapter import AdapterError
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import (
     TARGETS,
@@ -24,6 +22,8 @@ from treadle.policy.config.policy import (
     ParallelConfig,
     PolicyConfig,
 )
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 
 LOSS = policy_loss(AlgorithmConfig())
 # With eps = 1 parameters compare as gradients do: see parallel_test.
