@@ -1,6 +1,7 @@
 """Channel security: plain text on this machine, TLS and a token beyond it.
 
-Invariant: a bearer token never leaves the machine in plain text.
+Invariant: a bearer token never leaves the machine in plain text, unless the user trusts the
+network.
 """
 
 from dataclasses import dataclass
@@ -39,12 +40,16 @@ class ChannelSecurity:
         root_certificates: PEM bytes; None means the system's.
         server_name: The name that a server's certificate must have; None means that of its host.
         token: Sent as "authorization: Bearer ..." with every call; None means no token.
+        trusts_network: Whether the token may leave this machine in plain text.
+        options: Of gRPC, for each channel.
     """
 
     tls: bool = False
     root_certificates: bytes | None = None
     server_name: str | None = None
     token: str | None = None
+    trusts_network: bool = False
+    options: tuple[tuple[str, int | str], ...] = CHANNEL_OPTIONS
 
     def open(self, address: str) -> grpc.aio.Channel:
         """Opens a channel; nothing is sent yet.
@@ -55,7 +60,7 @@ class ChannelSecurity:
         if self.tls:
             return grpc.aio.secure_channel(address, self._credentials, options=self._tls_options)
         self._check_plain(address)
-        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.aio.insecure_channel(address, options=self.options)
 
     def open_blocking(self, address: str) -> grpc.Channel:
         """Opens a channel for blocking calls from threads; nothing is sent yet.
@@ -66,7 +71,7 @@ class ChannelSecurity:
         if self.tls:
             return grpc.secure_channel(address, self._credentials, options=self._tls_options)
         self._check_plain(address)
-        return grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return grpc.insecure_channel(address, options=self.options)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -80,11 +85,11 @@ class ChannelSecurity:
     @property
     def _tls_options(self) -> tuple[tuple[str, int | str], ...]:
         if self.server_name is None:
-            return CHANNEL_OPTIONS
-        return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", self.server_name))
+            return self.options
+        return (*self.options, ("grpc.ssl_target_name_override", self.server_name))
 
     def _check_plain(self, address: str) -> None:
-        if self.token is not None and not _is_loopback(address):
+        if self.token is not None and not self.trusts_network and not _is_loopback(address):
             raise SetupError(
                 f"the token for {address} would travel in plain text: set tls=True, or drop it"
             )

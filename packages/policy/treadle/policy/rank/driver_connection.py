@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from treadle.agent_loop.child_process import watch_parent, write_ready
-from treadle.policy.client.commands import AUTHKEY_VARIABLE
 from treadle.policy.rank.run_tls import RunTls
 from treadle.policy.rank.tls_connection import TlsConnection, accepted, connected
 
-__all__ = ["accept_driver", "connect_to_rank", "serve_driver", "tls_arguments"]
+__all__ = ["AUTHKEY_VARIABLE", "accept_driver", "connect_to_rank", "serve_driver", "tls_arguments"]
 
+AUTHKEY_VARIABLE = "TREADLE_AUTHKEY"
+"""Environment variable with the hexadecimal key of the connections between driver and workers."""
 # Callers beyond these are turned away until one of them has answered or left.
 _MAX_CALLERS = 64
 _RETRY_S = 0.1

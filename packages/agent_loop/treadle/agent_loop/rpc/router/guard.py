@@ -7,12 +7,11 @@ checks require neither. No message is decoded before these checks, and one of a 
 token is not even read. Bytes that do not parse are an error of the caller.
 """
 
-import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from functools import partial
 from types import TracebackType
-from typing import Any, Self, TypeAlias, cast
+from typing import Any, Self, cast
 
 import grpc
 import grpc.aio
@@ -22,6 +21,7 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status.rpc_status import to_status
 
 from treadle.agent_loop.rpc.errors import DOMAIN
+from treadle.agent_loop.rpc.token_guard import Context, Handler, TokenCheck, refusing
 from treadle.rollout.v1 import errors_pb2
 
 _OURS = "/treadle.rollout."
@@ -29,9 +29,6 @@ _OPEN = "/grpc.health.v1.Health/"
 # Without a deadline, time_remaining() returns years.
 _NO_DEADLINE_S = 365 * 24 * 3600.0
 _OPEN_MESSAGE_BYTES = 1024  # Anyone may send one; the name of a service fits.
-
-_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # generic in its stub only
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class RouterFault(Exception):
@@ -84,13 +81,13 @@ class RouterGuard(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, token: str | None) -> None:
-        self._token = None if token is None else f"Bearer {token}".encode()
+        self._check = TokenCheck(token)
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["_Handler | None"]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable["Handler | None"]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> "_Handler | None":
+    ) -> "Handler | None":
         """Wraps the method's handler."""
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
@@ -98,27 +95,22 @@ class RouterGuard(grpc.aio.ServerInterceptor):
             return None
         if method.startswith(_OPEN):
             return _guarded(handler, method, max_bytes=_OPEN_MESSAGE_BYTES)
-        shown = dict(handler_call_details.invocation_metadata or ()).get("authorization", b"")
-        raw = shown if isinstance(shown, bytes) else shown.encode()
-        if self._token is None or hmac.compare_digest(raw, self._token):
-            return _guarded(handler, method, max_bytes=None)
-        return _refusing("a wrong" if raw else "no")
+        problem = self._check.problem(handler_call_details)
+        if problem is not None:
+            return refusing(partial(_refuse, problem))
+        return _guarded(handler, method, max_bytes=None)
 
 
-def _refusing(what: str) -> _Handler:
-    async def refuse(requests: object, context: Context) -> None:
-        async with _Statuses("", context):
-            raise RouterFault(
-                grpc.StatusCode.UNAUTHENTICATED,
-                errors_pb2.ERROR_REASON_UNAUTHENTICATED,
-                f"the call has {what} token",
-            )
-
-    # On the wire all methods look alike. Of a stream gRPC reads nothing before the handler asks.
-    return grpc.stream_stream_rpc_method_handler(refuse)
+async def _refuse(problem: str, context: Context) -> None:
+    async with _Statuses("", context):
+        raise RouterFault(
+            grpc.StatusCode.UNAUTHENTICATED,
+            errors_pb2.ERROR_REASON_UNAUTHENTICATED,
+            problem,
+        )
 
 
-def _guarded(handler: _Handler, method: str, *, max_bytes: int | None) -> _Handler:
+def _guarded(handler: Handler, method: str, *, max_bytes: int | None) -> Handler:
     """Returns a handler that gets bytes, and decodes them after the checks."""
     encode = handler.response_serializer
     decode = partial(_decode, method, cast("Any", handler.request_deserializer), max_bytes)

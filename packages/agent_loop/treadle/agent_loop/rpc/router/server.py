@@ -29,9 +29,10 @@ from treadle.agent_loop.clock import Clock, LoopClock
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.extras import needs_extra
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
-from treadle.agent_loop.rpc.router.guard import Context, RouterFault, RouterGuard, duration, invalid
+from treadle.agent_loop.rpc.router.guard import RouterFault, RouterGuard, duration, invalid
 from treadle.agent_loop.rpc.router.session_queue import SessionQueue
 from treadle.agent_loop.rpc.router.state import check_address, is_address, read_state, write_state
+from treadle.agent_loop.rpc.token_guard import Context
 from treadle.rollout.v1 import errors_pb2
 from treadle.rollout.v1 import routing_service_pb2 as pb
 from treadle.rollout.v1 import routing_service_pb2_grpc as pb_grpc

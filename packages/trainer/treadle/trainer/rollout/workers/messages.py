@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from treadle.agent_loop import AgentTask
 from treadle.agent_loop.rpc import Requirements
-from treadle.policy.client.commands import Alive
+from treadle.policy.client.signs_of_life import Alive
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.tracing import FinishedSpan, SpanContext, SpanError, plain
 from treadle.trainer.config.schema import Config

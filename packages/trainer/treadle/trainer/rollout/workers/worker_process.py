@@ -19,10 +19,13 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from treadle.policy.client.commands import AUTHKEY_VARIABLE
 from treadle.policy.client.process import wait_until_ended
 from treadle.policy.client.signs_of_life import beat_s
-from treadle.policy.rank.driver_connection import connect_to_rank, tls_arguments
+from treadle.policy.rank.driver_connection import (
+    AUTHKEY_VARIABLE,
+    connect_to_rank,
+    tls_arguments,
+)
 from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.process import (
