@@ -208,7 +208,7 @@ class PolicyRank:
 
     def _send_weights(self, request: Message) -> Message:
         """Executes a request of `WeightsService`."""
-        from treadle.policy.weight_sync.payload import spec_message
+        from treadle.policy.weight_sync.payload import specs_response
         from treadle.policy.weight_sync.transports.file import write_files
         from treadle.policy.weight_sync.transports.inline import push
         from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
@@ -216,9 +216,7 @@ class PolicyRank:
         policy, rank = self._built, self._rank
         match request:
             case weights_pb.GetWeightSpecsRequest():
-                return weights_pb.GetWeightSpecsResponse(
-                    specs=map(spec_message, policy.weight_specs())
-                )
+                return specs_response(policy.weight_specs())
             case weights_pb.ComputeDeltaRequest():
                 return self._delta_sender().compute(policy, request, rank=rank)
             case weights_pb.PushRequest(delta=True):

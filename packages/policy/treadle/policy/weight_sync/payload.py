@@ -4,7 +4,7 @@ Bytes are little-endian and row-major, in the element type that the servers hold
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 from treadle.policy.client.types import ElementType, NamedTensor, TensorSpec
@@ -18,8 +18,8 @@ __all__ = [
     "WeightSource",
     "num_bytes",
     "own_weights",
-    "spec_message",
-    "spec_of",
+    "specs_of",
+    "specs_response",
     "tensor_bytes",
     "tensor_spec_to_proto",
 ]
@@ -63,20 +63,28 @@ def tensor_spec_to_proto(spec: TensorSpec, element_type: str) -> pb.TensorSpec:
     return pb.TensorSpec(name=spec.name, element_type=_PROTO[element_type], shape=spec.shape)
 
 
-def spec_message(spec: TensorSpec) -> weights_pb.WeightSpec:
-    """Returns what a rank says of a weight."""
-    return weights_pb.WeightSpec(
-        name=spec.name, shape=spec.shape, element_type=spec.element_type, sender=spec.sender
+def specs_response(specs: Iterable[TensorSpec]) -> weights_pb.GetWeightSpecsResponse:
+    """Returns what a rank says of its weights."""
+    return weights_pb.GetWeightSpecsResponse(
+        specs=(
+            weights_pb.WeightSpec(
+                name=spec.name, shape=spec.shape, element_type=spec.element_type, sender=spec.sender
+            )
+            for spec in specs
+        )
     )
 
 
-def spec_of(message: weights_pb.WeightSpec) -> TensorSpec:
-    """Returns the spec in a rank's message."""
-    return TensorSpec(
-        name=message.name,
-        shape=tuple(message.shape),
-        element_type=cast(ElementType, message.element_type),
-        sender=message.sender,
+def specs_of(response: weights_pb.GetWeightSpecsResponse) -> tuple[TensorSpec, ...]:
+    """Returns what a rank said of its weights."""
+    return tuple(
+        TensorSpec(
+            name=spec.name,
+            shape=tuple(spec.shape),
+            element_type=cast(ElementType, spec.element_type),
+            sender=spec.sender,
+        )
+        for spec in response.specs
     )
 
 

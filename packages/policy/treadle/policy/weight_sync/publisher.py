@@ -27,7 +27,7 @@ from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.delta import DeltaPublisher
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
-from treadle.policy.weight_sync.payload import spec_of
+from treadle.policy.weight_sync.payload import specs_of
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.policy.weight_sync.transports.collective import CollectivePublisher
 from treadle.policy.weight_sync.transports.file import publish_files, send_files
@@ -99,7 +99,7 @@ class WeightPublisher:
         started = time.perf_counter()
         if not self._specs:
             response = (await self._policy.call(weights_pb.GetWeightSpecsRequest()))[0]
-            self._specs = tuple(map(spec_of, response.specs))
+            self._specs = specs_of(response)
         update_round = UpdateRound(
             version=version,
             policy=self._policy,
