@@ -20,7 +20,7 @@ def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
 def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert re.fullmatch(
-        r"treadle-policy \S+, megatron-core 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
+        r"treadle-policy \S+, megatron 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
         capsys.readouterr().out,
     )
 

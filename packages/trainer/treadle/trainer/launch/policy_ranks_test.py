@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -322,19 +323,80 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
 
 
 @pytest.mark.asyncio
-async def test_a_command_takes_the_place_of_the_interpreter(
-    tmp_path: Path, model_path: Path
-) -> None:
+async def test_a_command_takes_the_place_of_the_interpreter(tmp_path: Path) -> None:
     async with LocalLauncher(tmp_path / "logs") as launcher:
         group = PolicyGroup(
             rank_starter(launcher, threads=1),
             PolicyConfig(command=("/nowhere/treadle-policy-rank",)),
-            model_path,
+            tmp_path,
             with_reference=False,
             start_deadline_s=60.0,
         )
         with pytest.raises(ProcessError, match="policy-0: cannot run /nowhere/treadle-policy-rank"):
             await group.__aenter__()
+
+
+# A rank of another release, which serves what its arguments name, by answers without any field.
+_OTHER_RELEASE = """
+import asyncio, json, os, sys
+import grpc
+
+served = sys.argv[1].split(",")
+ready = sys.argv[sys.argv.index("--ready_file") + 1]
+
+async def answer(request, context):
+    return b""
+
+async def live(request, context):
+    yield b""
+    await asyncio.Event().wait()
+
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details):
+        name = details.method.rpartition("/")[2]
+        if name in served and name == "Watch":
+            return grpc.unary_stream_rpc_method_handler(live)
+        return grpc.unary_unary_rpc_method_handler(answer) if name in served else None
+
+async def main():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    address = "127.0.0.1:%d" % server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with open(ready + ".partial", "w") as file:
+        json.dump({"address": address, "pid": os.getpid()}, file)
+    os.rename(ready + ".partial", ready)
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("served", "settings", "message"),
+    [
+        ("none", {}, "do not serve /treadle.policy.v1.RankService/Watch: .*of another release"),
+        ("Watch", {}, "do not serve /treadle.policy.v1.RankService/GetPolicyInfo"),
+        ("Watch,GetPolicyInfo", {"lora": {"rank": 1}}, "has no lora, which policy.lora needs"),
+        ("Watch,GetPolicyInfo", {}, "do not serve /treadle.policy.v1.RankService/Initialize"),
+    ],
+)
+async def test_a_rank_of_another_release_is_refused_by_what_it_lacks(
+    tmp_path: Path, served: str, settings: dict[str, Any], message: str
+) -> None:
+    command = (sys.executable, "-c", _OTHER_RELEASE, served)
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        group = PolicyGroup(
+            rank_starter(launcher, threads=1),
+            PolicyConfig.model_validate({"command": command, **settings}),
+            tmp_path,
+            with_reference=False,
+            start_deadline_s=60.0,
+        )
+        with pytest.raises(PolicyError, match=message) as refused:
+            await group.__aenter__()
+    assert refused.value.from_input
 
 
 def test_a_command_is_asked_for_its_versions_before_a_run() -> None:
