@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             samples=args.samples,
             limit=args.limit,
         )
-        for note in (*source.notes, *settings.notes):
+        for note in settings.notes:
             say(f"note: {note}")
         checked = check_evaluation(settings.config, source, out)
         results = asyncio.run(until_signal(evaluate(checked)))
