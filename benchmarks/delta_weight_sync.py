@@ -22,14 +22,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from google.protobuf.message import Message
 from null_engine import COMMAND
 
-from treadle.policy.client.commands import Command, ComputeDelta, Push, Specs, WriteFiles
 from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.methods import verb
 from treadle.policy.client.types import ElementType, NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import DeltaConfig, WeightSyncConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.delta import DeltaSender
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.transports.file import write_files
 from treadle.policy.weight_sync.transports.inline import push
@@ -69,28 +72,28 @@ class Rank:
         for name, tensor in self.tensors.items():
             yield NamedTensor(name=name, tensor=tensor)
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         """See `PolicyGroup.call`; does what `PolicyRank.execute` does."""
         began = time.perf_counter()
-        answer = await asyncio.to_thread(self._execute, command)
-        self.seconds[type(command).__name__.lower()] = time.perf_counter() - began
+        answer = await asyncio.to_thread(self._execute, request)
+        self.seconds[verb(request).lower()] = time.perf_counter() - began
         return [answer]
 
-    def _execute(self, command: Command) -> Any:
-        match command:
-            case Specs():
-                return self.weight_specs()
-            case ComputeDelta():
-                return self._delta.compute(self, command, rank=0)
-            case Push(delta=True):
-                return self._delta.push(self, command, rank=0)
-            case Push():
-                return push(self, command, rank=0)
-            case WriteFiles(base_version=int()):
-                return self._delta.write(self, command, rank=0)
-            case WriteFiles():
-                return write_files(self, command, rank=0)
-        raise NotImplementedError(command)
+    def _execute(self, request: Message) -> Any:
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return specs_response(self.weight_specs())
+            case weights_pb.ComputeDeltaRequest():
+                return self._delta.compute(self, request, rank=0)
+            case weights_pb.PushRequest(delta=True):
+                return self._delta.push(self, request, rank=0)
+            case weights_pb.PushRequest():
+                return push(self, request, rank=0)
+            case weights_pb.WriteFilesRequest() if request.HasField("base_version"):
+                return self._delta.write(self, request, rank=0)
+            case weights_pb.WriteFilesRequest():
+                return write_files(self, request, rank=0)
+        raise NotImplementedError(request)
 
 
 class TimedClient(WeightSyncClient):

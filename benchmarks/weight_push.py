@@ -31,22 +31,16 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from google.protobuf.message import Message
 from null_engine import COMMAND
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from treadle.policy.client.commands import (
-    Broadcast,
-    Command,
-    OpenGroup,
-    Push,
-    PushSharedMemory,
-    Specs,
-    WriteFiles,
-)
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import SharedMemoryTransportConfig, WeightSyncConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.transports.collective import CollectiveSender
 from treadle.policy.weight_sync.transports.file import write_files
@@ -87,22 +81,22 @@ class Rank:
         for name, tensor in self.tensors.items():
             yield NamedTensor(name=name, tensor=tensor)
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         """See `PolicyGroup.call`; does what `PolicyRank.execute` does."""
-        match command:
-            case Specs():
-                return [self.weight_specs()]
-            case Push():
-                return [await asyncio.to_thread(push, self, command, rank=0)]
-            case WriteFiles():
-                return [await asyncio.to_thread(write_files, self, command, rank=0)]
-            case PushSharedMemory():
-                return [await asyncio.to_thread(self._sender.push, self, command, rank=0)]
-            case OpenGroup():
-                return [self._collective.open_group(command)]
-            case Broadcast():
-                return [await asyncio.to_thread(self._collective.broadcast, self, command)]
-        raise NotImplementedError(command)
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return [specs_response(self.weight_specs())]
+            case weights_pb.PushRequest():
+                return [await asyncio.to_thread(push, self, request, rank=0)]
+            case weights_pb.WriteFilesRequest():
+                return [await asyncio.to_thread(write_files, self, request, rank=0)]
+            case weights_pb.PushSharedMemoryRequest():
+                return [await asyncio.to_thread(self._sender.push, self, request, rank=0)]
+            case weights_pb.OpenGroupRequest():
+                return [self._collective.open_group(request)]
+            case weights_pb.BroadcastRequest():
+                return [await asyncio.to_thread(self._collective.broadcast, self, request)]
+        raise NotImplementedError(request)
 
 
 @dataclass(slots=True)

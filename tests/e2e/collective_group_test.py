@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from treadle.policy.client import types as policy
-from treadle.policy.client.commands import Broadcast, BroadcastReport, OpenGroup
 from treadle.policy.client.types import NamedTensor
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.transports import collective as sending
 from treadle.policy.weight_sync.transports import collective_group
 from treadle.policy.weight_sync.transports.collective import CollectiveSender
@@ -65,7 +65,7 @@ import torch
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.policy.client import types as policy
-from treadle.policy.client.commands import Broadcast, OpenGroup
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.transports.collective import CollectiveSender
 
 class Policy:
@@ -77,8 +77,9 @@ class Policy:
 
 sender = CollectiveSender(rank=0, host="127.0.0.1", device=torch.device("cpu"))
 member = CollectiveMember(worker=0, device=torch.device("cpu"))
-rendezvous = sender.open_group(OpenGroup(rank=0, group_name="one", timeout_s=250.0))
-command = Broadcast(
+opened = weights_pb.OpenGroupRequest(rank=0, group_name="one", timeout_s=250.0)
+rendezvous = sender.open_group(opened).rendezvous
+command = weights_pb.BroadcastRequest(
     group_name="one", backend="gloo", rendezvous=rendezvous, world_size=2, bucket_bytes=4,
     element_type="float32", timeout_s=250.0,
 )
@@ -139,9 +140,9 @@ class Harness:
 
     def open(self, name: str) -> list[CollectiveGroup]:
         """Opens a new group; returns it as each server is told of it."""
-        command = OpenGroup(rank=0, group_name=name, timeout_s=self._timeout_s)
-        answers = [sender.open_group(command) for sender in self.senders]
-        assert answers[1:] == [None, None, None] and answers[0]
+        command = weights_pb.OpenGroupRequest(rank=0, group_name=name, timeout_s=self._timeout_s)
+        answers = [sender.open_group(command).rendezvous for sender in self.senders]
+        assert answers[1:] == ["", "", ""] and answers[0]
         return [
             CollectiveGroup(
                 backend="gloo",
@@ -157,9 +158,9 @@ class Harness:
 
     def send(
         self, group: CollectiveGroup, stages: Sequence[Stage]
-    ) -> list["Future[BroadcastReport]"]:
+    ) -> list["Future[weights_pb.BroadcastResponse]"]:
         """Starts to send from all four ranks."""
-        command = Broadcast(
+        command = weights_pb.BroadcastRequest(
             group_name=group.group_name,
             backend="gloo",
             rendezvous=group.rendezvous,
@@ -195,7 +196,7 @@ class Harness:
 
     def send_and_receive(
         self, groups: Sequence[CollectiveGroup], stages: Sequence[Stage], values: Received
-    ) -> list["Future[BroadcastReport]"]:
+    ) -> list["Future[weights_pb.BroadcastResponse]"]:
         futures = self.receive(groups)
         reports = self.send(groups[0], stages)
         for future in futures:

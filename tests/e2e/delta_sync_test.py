@@ -16,10 +16,10 @@ from typing import Any, cast
 
 import pytest
 import torch
+from google.protobuf.message import Message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.policy.client.commands import Command, ComputeDelta, Push, Specs, WriteFiles
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import (
@@ -28,9 +28,14 @@ from treadle.policy.config.weight_sync import (
     InlineTransportConfig,
     WeightSyncConfig,
 )
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.delta import DeltaSender
-from treadle.policy.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
+from treadle.policy.weight_sync.payload import (
+    specs_response,
+    tensor_bytes,
+    tensor_spec_to_proto,
+)
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.transports.file import write_files
 from treadle.policy.weight_sync.transports.inline import push
@@ -69,30 +74,30 @@ class Policy:
         for name, tensor in self.tensors.items():
             yield NamedTensor(name=name, tensor=tensor)
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         answers = [
-            await asyncio.to_thread(self._execute, command, rank, sender)
+            await asyncio.to_thread(self._execute, request, rank, sender)
             for rank, sender in enumerate(self.senders)
         ]
-        if isinstance(command, WriteFiles) and command.base_version is not None:
-            self._spoil(command.directory)
+        if isinstance(request, weights_pb.WriteFilesRequest) and request.HasField("base_version"):
+            self._spoil(Path(request.directory))
         return answers
 
-    def _execute(self, command: Command, rank: int, sender: DeltaSender) -> Any:
-        match command:
-            case Specs():
-                return self.weight_specs()
-            case ComputeDelta():
-                return sender.compute(self, command, rank=rank)
-            case Push(delta=True):
-                return sender.push(self, command, rank=rank)
-            case Push():
-                return push(self, command, rank=rank)
-            case WriteFiles(base_version=int()):
-                return sender.write(self, command, rank=rank)
-            case WriteFiles():
-                return write_files(self, command, rank=rank)
-        raise NotImplementedError(command)
+    def _execute(self, request: Message, rank: int, sender: DeltaSender) -> Any:
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return specs_response(self.weight_specs())
+            case weights_pb.ComputeDeltaRequest():
+                return sender.compute(self, request, rank=rank)
+            case weights_pb.PushRequest(delta=True):
+                return sender.push(self, request, rank=rank)
+            case weights_pb.PushRequest():
+                return push(self, request, rank=rank)
+            case weights_pb.WriteFilesRequest() if request.HasField("base_version"):
+                return sender.write(self, request, rank=rank)
+            case weights_pb.WriteFilesRequest():
+                return write_files(self, request, rank=rank)
+        raise NotImplementedError(request)
 
     def _spoil(self, directory: Path) -> None:
         file = directory / "rank-00000.safetensors"

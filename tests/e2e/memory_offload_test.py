@@ -21,12 +21,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from treadle.agent_loop import RequestContext, SamplingParams
 from treadle.agent_loop.rpc import Requirements, connect
-from treadle.policy.client.commands import Push, Specs
 from treadle.policy.client.types import NamedTensor as Weight
 from treadle.policy.client.types import TensorSpec
 from treadle.policy.config.weight_sync import InlineTransportConfig, WeightSyncConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.transports.inline import push
 from treadle.rollout_server.config.schema import ServerConfig
@@ -212,9 +213,11 @@ class Policy:
     def export_weights(self) -> Iterator[Weight]:
         yield Weight(name="w", tensor=torch.arange(8.0))
 
-    async def call(self, command: Specs | Push) -> list[Any]:
-        if isinstance(command, Specs):
-            return [self.weight_specs()]
+    async def call(
+        self, command: weights_pb.GetWeightSpecsRequest | weights_pb.PushRequest
+    ) -> list[Any]:
+        if isinstance(command, weights_pb.GetWeightSpecsRequest):
+            return [specs_response(self.weight_specs())]
         return [await asyncio.to_thread(push, self, command, rank=0)]
 
 

@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from google.protobuf.message import Message
 from safetensors.torch import load_file
 
-from treadle.policy.client.commands import Broadcast, Command, OpenGroup, Specs
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.transports.collective import CollectiveSender
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.launch.policy_ranks import rank_starter
@@ -43,17 +45,17 @@ class DrivenPolicy:
             self.before(name)
             yield NamedTensor(name=name, tensor=tensor)
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         """As `PolicyGroup.call`."""
-        match command:
-            case Specs():
-                return [self.weight_specs()]
-            case OpenGroup():
-                self.groups.append(command.group_name)
-                return [self._sender.open_group(command)]
-            case Broadcast():
-                return [await asyncio.to_thread(self._sender.broadcast, self, command)]
-        raise NotImplementedError(command)
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return [specs_response(self.weight_specs())]
+            case weights_pb.OpenGroupRequest():
+                self.groups.append(request.group_name)
+                return [self._sender.open_group(request)]
+            case weights_pb.BroadcastRequest():
+                return [await asyncio.to_thread(self._sender.broadcast, self, request)]
+        raise NotImplementedError(request)
 
     def close(self) -> None:
         """Leaves the group."""

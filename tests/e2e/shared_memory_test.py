@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from treadle.policy.client.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.policy.weight_sync.payload import tensor_spec_to_proto
@@ -51,12 +51,14 @@ class HalfwayWeights:
 
 def push(
     update_id: str, targets: dict[str, str], halfway: Callable[[], object] = lambda: None
-) -> SendReport:
+) -> weights_pb.PushSharedMemoryResponse:
     """Pushes as a rank does; `targets` are addresses by name."""
-    command = PushSharedMemory(
+    command = weights_pb.PushSharedMemoryRequest(
         update_id=update_id,
         element_type="float32",
-        targets=tuple(SharedMemoryTarget(name=name, address=at) for name, at in targets.items()),
+        targets=tuple(
+            weights_pb.SharedMemoryTarget(name=name, address=at) for name, at in targets.items()
+        ),
         bucket_bytes=1,
         deadline_s=60,
     )

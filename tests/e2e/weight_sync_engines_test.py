@@ -21,12 +21,13 @@ from treadle.conformance.contracts.reader import Output, random_prompt, request,
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
 from treadle.policy.backends.megatron.testing.tiny import VOCAB, write_model
-from treadle.policy.client.commands import Update
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import ElementType, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.policy.config.settings import to_json
 from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.publisher import PublishReport, WeightPublisher
 from treadle.rollout.v1 import server_service_pb2 as server_pb
@@ -112,12 +113,9 @@ class Fleet:
 
     async def step(self, outputs: Sequence[Output]) -> float:
         """Trains on what was sampled; how far from it the ranks were before, at most."""
-        command = Update(
-            sequences=tuple(map(_sequence, _prompts(outputs), outputs)),
-            algorithm=AlgorithmConfig(),
-            temperature=1.0,
-        )
-        stats = (await self.policy.call(command))[0]
+        sequences = tuple(map(_sequence, _prompts(outputs), outputs))
+        request = pb.UpdateRequest(algorithm=to_json(AlgorithmConfig()), temperature=1.0)
+        stats = (await self.policy.call(request, sequences))[0]
         metrics = stats.mismatch or stats.steps[0].metrics
         gap: float = metrics["rollout/logprob_diff_max"]
         return gap

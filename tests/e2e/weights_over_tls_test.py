@@ -8,14 +8,16 @@ from typing import Any, cast
 
 import pytest
 import torch
+from google.protobuf.message import Message
 
-from treadle.policy.client.commands import Command, Push, PushSharedMemory, Specs
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import WeightSyncConfig
-from treadle.policy.rank.run_tls import SERVER_NAME
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.policy.weight_sync.transports.inline import push
@@ -33,15 +35,15 @@ class Rank:
     def export_weights(self) -> Iterator[NamedTensor]:
         yield NamedTensor(name="w", tensor=torch.ones(1000))
 
-    async def call(self, command: Command) -> Sequence[Any]:
-        match command:
-            case Specs():
-                return [self.weight_specs()]
-            case Push():
-                return [await asyncio.to_thread(push, self, command, rank=0)]
-            case PushSharedMemory():
-                return [await asyncio.to_thread(SharedMemorySender().push, self, command, rank=0)]
-        raise NotImplementedError(command)
+    async def call(self, request: Message) -> Sequence[Any]:
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return [specs_response(self.weight_specs())]
+            case weights_pb.PushRequest():
+                return [await asyncio.to_thread(push, self, request, rank=0)]
+            case weights_pb.PushSharedMemoryRequest():
+                return [await asyncio.to_thread(SharedMemorySender().push, self, request, rank=0)]
+        raise NotImplementedError(request)
 
 
 @pytest.fixture(scope="module")

@@ -30,14 +30,11 @@ import grpc
 import grpc.aio
 
 from treadle.agent_loop.child_process import watch_parent, write_ready
-from treadle.agent_loop.rpc.security import ChannelSecurity
+from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS, ChannelSecurity
 from treadle.agent_loop.rpc.token_guard import BlockingTokenGuard, TokenGuard
+from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 
 __all__ = [
-    "CERTIFICATE",
-    "KEY",
-    "ROOTS",
-    "SERVER_NAME",
     "TOKEN_VARIABLE",
     "DrivenAccess",
     "DrivenProgram",
@@ -48,25 +45,20 @@ __all__ = [
 
 TOKEN_VARIABLE: Final = "TREADLE_RUN_TOKEN"
 """Environment variable with the token that the driver shows; only the same user can read it."""
-SERVER_NAME: Final = "run.treadle.internal"
-"""The name in the certificate of every process of a run."""
-CERTIFICATE: Final = "certificate.pem"
-"""In the directory of a run's certificates: that of every process."""
-KEY: Final = "key.pem"
-"""The certificate's private key."""
-ROOTS: Final = "roots.pem"
-"""The certificate of the run's authority."""
-
 _FLUSH_S = 5.0
 """Maximum time in which the last answers leave."""
 _SILENT_MS = 10_000
 _MAX_REQUEST_BYTES = 64 << 20
 """Of one message: what is larger travels in a stream."""
-_SERVER_OPTIONS = (
-    ("grpc.so_reuseport", 0),
-    # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
-    ("grpc.server_handshake_timeout_ms", _SILENT_MS),
-    ("grpc.max_connection_idle_ms", _SILENT_MS),
+_NEVER_MS = (1 << 31) - 1
+_OPTIONS = (
+    # No pings: a process that stands still, as in a debugger, keeps its connection. Signs of life
+    # say how long it may.
+    ("grpc.keepalive_time_ms", _NEVER_MS),
+    ("grpc.http2.ping_timeout_ms", _NEVER_MS),
+    # The status of a failed call carries a traceback.
+    ("grpc.max_metadata_size", 1 << 20),
+    ("grpc.absolute_max_metadata_size", 1 << 20),
 )
 _THREADS = 4
 """One for the driver's stream, the others for strangers, who are refused at once."""
@@ -106,6 +98,7 @@ class DrivenAccess:
             server_name=SERVER_NAME,
             token=self.token,
             trusts_network=self.tls is None,
+            options=(*CONNECTING_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
         )
 
 
@@ -168,16 +161,7 @@ async def serve_driver(
     """
     server = grpc.aio.server(
         interceptors=(TokenGuard(program.token),),
-        options=(
-            *_SERVER_OPTIONS,
-            ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-            # As the rollout servers: the driver's host may be gone, and the driver pings, too.
-            ("grpc.keepalive_time_ms", 20_000),
-            ("grpc.keepalive_timeout_ms", 10_000),
-            ("grpc.http2.ping_timeout_ms", 10_000),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ),
+        options=_server_options(max_bytes=_MAX_REQUEST_BYTES),
     )
     for add in add_services:
         add(server)
@@ -210,7 +194,7 @@ def serve_driver_in_threads(
         ThreadPoolExecutor(_THREADS, thread_name_prefix="serve driver"),
         interceptors=[BlockingTokenGuard(program.token)],
         # Nothing of a message is read before the token is checked.
-        options=(*_SERVER_OPTIONS, ("grpc.max_receive_message_length", -1)),
+        options=_server_options(max_bytes=-1),
     )
     for add in add_services:
         add(server)
@@ -221,6 +205,17 @@ def serve_driver_in_threads(
         yield address
     finally:
         server.stop(_FLUSH_S).wait()
+
+
+def _server_options(*, max_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
+        *_OPTIONS,
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_bytes),
+        # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
+        ("grpc.server_handshake_timeout_ms", _SILENT_MS),
+        ("grpc.max_connection_idle_ms", _SILENT_MS),
+    )
 
 
 def _bind(server: grpc.aio.Server | grpc.Server, program: DrivenProgram) -> int:

@@ -24,14 +24,12 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from treadle.agent_loop.rpc.driven import DrivenAccess
-from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS
 
 __all__ = ["DriverEnd", "ProgramEnd"]
 
@@ -40,7 +38,6 @@ _PAUSE_S = 0.02
 """Minimum time between two messages of gRPC."""
 _MAX_TOGETHER = 32
 """Of messages with images: a message of gRPC has at most 2 GiB."""
-_OPTIONS = (*CONNECTING_OPTIONS, ("grpc.max_receive_message_length", -1))
 
 
 class ProgramEnd:
@@ -139,7 +136,7 @@ class DriverEnd:
         on_message: Callable[[Any], None],
         on_end: Callable[[str | None], None],
     ) -> None:
-        self._security = replace(access.channels(), options=_OPTIONS)
+        self._security = access.channels()
         self._address, self._method = address, method
         self._split, self._join = split, join
         self._on_message, self._on_end = on_message, on_end

@@ -13,7 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, assert_never
 
+import numpy as np
+
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import LossAggregation, TrainSequence
 
 
@@ -73,6 +78,16 @@ def cut(sequences: Sequence[TrainSequence], parts: int) -> list[Sequence[TrainSe
     parts = min(parts, len(starts))
     firsts = [starts[len(starts) * part // parts] for part in range(parts)]
     return [sequences[start:stop] for start, stop in itertools.pairwise((*firsts, len(sequences)))]
+
+
+def of_loss_tokens(
+    sequences: Sequence[TrainSequence], values: bytes | NDArray[np.float32]
+) -> list[FloatArray]:
+    """Returns [M] numbers of all loss tokens as [L] of each sequence."""
+    values_M = np.frombuffer(values, "<f4") if isinstance(values, bytes) else values
+    ends = np.cumsum([sequence.num_loss_tokens for sequence in sequences])[:-1]
+    parts = np.split(values_M, ends)
+    return [sequence.aligned(each) for sequence, each in zip(sequences, parts, strict=True)]
 
 
 def input_length(sequence: TrainSequence) -> int:

@@ -10,39 +10,47 @@ Invariants:
 3. Decoded, a shard trains as the whole batch would: what shards add up is equal but for rounding.
 
 Encoded, a token takes 4 bytes for its id and, if it is a loss token, 4 per number and 1 bit per
-flag that it carries; masks are runs. Arrays are pickled out of band (`to_frames`), so that the
-driver copies them once and makes no object per token. Images that several sequences of a shard show
-travel once.
+flag that it carries; masks are runs. A shard is a message, `treadle.policy.v1.Shard`, which says
+where each array lies in its memory, and that memory. The driver makes no object per token. Images
+that several sequences of a shard show travel once.
 
 Nothing here imports torch: the driver shards its batches.
 """
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from treadle.agent_loop import BoolArray, FloatArray, IntArray
+from treadle.agent_loop import (
+    BoolArray,
+    FloatArray,
+    Image,
+    IntArray,
+    PlacedImage,
+    RoutedExperts,
+)
 from treadle.policy.backends.megatron.prefixes import plan
 from treadle.policy.client.batch import balance, cut, has_gradient, input_length
 from treadle.policy.client.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
+from treadle.policy.v1 import training_service_pb2 as pb
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from treadle.agent_loop import PlacedImage, RoutedExperts
     from treadle.policy.client.types import SharePrefixes
 
-__all__ = ["Frame", "Outgoing", "Shard", "assign", "encode", "from_frames", "to_frames"]
-
-Frame = bytes | bytearray | memoryview
+__all__ = ["Outgoing", "Shard", "assign", "decode", "encode"]
 
 _OPTIONAL: Final = (*FLOAT_FIELDS, *FLAG_FIELDS)
+_ALIGNED = 8
+_PART_BYTES: Final = 1 << 20
+"""Of the memory in one message."""
 
 
 def assign(
@@ -85,53 +93,47 @@ def assign(
     return shards
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Shard:
-    """A batch as one data-parallel group gets it.
-
-    Shape suffixes: N sequences of the batch, R runs of loss tokens of all of them, O tokens of the
-    own sequences, T loss tokens of them.
+    """A batch as one data-parallel group gets it, on its way.
 
     Attributes:
-        number: Of the shard.
-        shards_N: The shard of each sequence.
-        lengths_N: Number of tokens of each.
-        trajectories_N: `TrainSequence.trajectory`; -1 for None.
-        advantages_N: Of all tokens of a sequence; NaN where they differ.
-        moved_N: Whether it has a gradient.
-        present_N: Which optional fields it has, a bit each.
-        runs_N: Number of its runs of loss tokens.
-        bounds_R2: Where the runs start and stop, in their sequence.
-        ids_O: Of the own sequences.
-        numbers: [T] of each field of numbers, 0 where a sequence has none; fields that no own
-            sequence has are left out. "advantages": of those with one per token.
-        flags: [T] of each field of flags, 8 to a byte.
-        rest: Routed experts and images of the own sequences.
+        head: Says where the arrays lie in the memory.
+        buffers: The memory, in order.
     """
 
-    number: int
-    shards_N: NDArray[np.int32]
-    lengths_N: NDArray[np.int32]
-    trajectories_N: NDArray[np.int64]
-    advantages_N: NDArray[np.float64]
-    moved_N: NDArray[np.bool_]
-    present_N: NDArray[np.uint8]
-    runs_N: NDArray[np.int32]
-    bounds_R2: NDArray[np.int32]
-    ids_O: NDArray[np.uint32]
-    numbers: Mapping[str, NDArray[np.float32]]
-    flags: Mapping[str, NDArray[np.uint8]]
-    rest: tuple[tuple[RoutedExperts | None, tuple[PlacedImage, ...]], ...]
+    head: pb.Shard
+    buffers: deque[memoryview] = field(default_factory=deque)
 
-    def sequences(self) -> tuple[TrainSequence, ...]:
-        """Returns the batch: the own sequences, and outlines of the others."""
-        longest = int(self.lengths_N.max(initial=0))
-        reader = _Reader(self, bytes(4 * longest))
-        return tuple(reader.next() for _ in range(len(self.lengths_N)))
+    def place(self, data: NDArray[Any] | bytes, array: pb.Array) -> None:
+        """Adds an array to the memory, and notes its place."""
+        if isinstance(data, bytes):
+            data = np.frombuffer(data, np.uint8)
+        array.element_type, array.length = data.dtype.str[1:], len(data)
+        array.offset = self.head.memory_bytes
+        padding = -data.nbytes % _ALIGNED
+        self.buffers += (memoryview(data.view(np.uint8)), memoryview(bytes(padding)))
+        self.head.memory_bytes += data.nbytes + padding
+
+    def messages(self) -> Iterator[pb.SendBatchRequest]:
+        """Yields what `SendBatch` is given, once: the memory is not kept."""
+        yield pb.SendBatchRequest(shard=self.head)
+        part = bytearray()
+        while self.buffers:
+            buffer = self.buffers.popleft()
+            while len(buffer):
+                free = _PART_BYTES - len(part)
+                part += buffer[:free]
+                buffer = buffer[free:]
+                if len(part) == _PART_BYTES:
+                    yield pb.SendBatchRequest(memory=bytes(part))
+                    part.clear()
+        if part:
+            yield pb.SendBatchRequest(memory=bytes(part))
 
 
 def encode(
-    sequences: Sequence[TrainSequence], shards: Sequence[int], num_shards: int
+    sequences: Sequence[TrainSequence], shards: Sequence[int], num_shards: int, *, batch: int = 0
 ) -> Iterator[Shard]:
     """Yields the shards of a batch by number, each encoded when it is asked for.
 
@@ -139,33 +141,39 @@ def encode(
         sequences: The batch.
         shards: The shard of each; see `assign`.
         num_shards: How many there are.
+        batch: Its number.
     """
     bounds = [_runs(sequence) for sequence in sequences]
-    of_all: dict[str, Any] = {
-        "shards_N": np.array(shards, np.int32),
-        "lengths_N": np.array([len(s.ids) for s in sequences], np.int32),
-        "trajectories_N": np.array(
+    of_all = {
+        "shards": np.array(shards, np.int32),
+        "lengths": np.array([len(s.ids) for s in sequences], np.int32),
+        "trajectories": np.array(
             [-1 if s.trajectory is None else s.trajectory for s in sequences], np.int64
         ),
-        "advantages_N": np.array(
+        "advantages": np.array(
             [s.advantages if isinstance(s.advantages, float) else np.nan for s in sequences]
         ),
-        "moved_N": np.array([has_gradient(s) for s in sequences], np.bool_),
-        "present_N": np.array(
+        "moved": np.array([has_gradient(s) for s in sequences], np.uint8),
+        "present": np.array(
             [
                 sum(1 << bit for bit, name in enumerate(_OPTIONAL) if getattr(s, name) is not None)
                 for s in sequences
             ],
             np.uint8,
         ),
-        "runs_N": np.array([len(each) for each in bounds], np.int32),
-        "bounds_R2": np.concatenate(bounds),
+        "runs": np.array([len(each) for each in bounds], np.int32),
+        "bounds": np.concatenate(bounds).reshape(-1),
     }
     own: list[list[TrainSequence]] = [[] for _ in range(num_shards)]
-    for sequence, shard in zip(sequences, shards, strict=True):
-        own[shard].append(sequence)
+    for sequence, number in zip(sequences, shards, strict=True):
+        own[number].append(sequence)
     for number, members in enumerate(own):
-        yield Shard(number=number, **of_all, **_values(members))
+        shard = Shard(pb.Shard(batch=batch, number=number))
+        for name, array in (of_all | _values(members)).items():
+            shard.place(array, getattr(shard.head, name))
+        if any(s.images or s.routed_experts for s in members):
+            _place_extras(shard, members)
+        yield shard
 
 
 def _runs(sequence: TrainSequence) -> NDArray[np.int32]:
@@ -174,11 +182,13 @@ def _runs(sequence: TrainSequence) -> NDArray[np.int32]:
     return (edges + 1).reshape(-1, 2).astype(np.int32)
 
 
-def _values(own: Sequence[TrainSequence]) -> dict[str, Any]:
-    numbers: dict[str, NDArray[np.float32]] = {}
+def _values(own: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
+    values: dict[str, NDArray[Any]] = {
+        "ids": np.concatenate([np.empty(0, np.uint32), *(np.asarray(s.ids) for s in own)])
+    }
     for name in FLOAT_FIELDS:
         if any(getattr(s, name) is not None for s in own):
-            numbers[name] = np.concatenate(
+            values[name] = np.concatenate(
                 [
                     np.zeros(s.num_loss_tokens, np.float32)
                     if getattr(s, name) is None
@@ -186,129 +196,160 @@ def _values(own: Sequence[TrainSequence]) -> dict[str, Any]:
                     for s in own
                 ]
             )
+    for name in FLAG_FIELDS:
+        if any(getattr(s, name) is not None for s in own):
+            flags = np.concatenate([s.flags_at_loss_tokens(name) for s in own])
+            values[name] = np.packbits(flags)
     if any(not isinstance(s.advantages, float) for s in own):
-        numbers["advantages"] = np.concatenate([s.at_loss_tokens("advantages") for s in own])
-    flags = {
-        name: np.packbits(np.concatenate([s.flags_at_loss_tokens(name) for s in own]))
-        for name in FLAG_FIELDS
-        if any(getattr(s, name) is not None for s in own)
-    }
-    return {
-        "ids_O": np.concatenate([np.empty(0, np.uint32), *(np.asarray(s.ids) for s in own)]),
-        "numbers": numbers,
-        "flags": flags,
-        "rest": tuple((s.routed_experts, s.images) for s in own),
-    }
+        values["token_advantages"] = np.concatenate([s.at_loss_tokens("advantages") for s in own])
+    return values
+
+
+def _place_extras(shard: Shard, own: Sequence[TrainSequence]) -> None:
+    indices: dict[int, int] = {}  # by identity: sequences share the object
+    for sequence in own:
+        extras, experts = shard.head.extras.add(), sequence.routed_experts
+        if experts is not None:
+            for name in ("first", "num_layers", "top_k", "id_bytes"):
+                setattr(extras.routed_experts, name, getattr(experts, name))
+            shard.place(experts.data, extras.routed_experts.data)
+        for placed in sequence.images:
+            if id(placed.image) not in indices:
+                indices[id(placed.image)] = len(indices)
+                image = shard.head.images.add(mime=placed.image.mime)
+                shard.place(placed.image.data, image.data)
+            extras.images.add(
+                image=indices[id(placed.image)], start=placed.start, num_tokens=placed.num_tokens
+            )
+
+
+def decode(head: pb.Shard, memory: bytes | bytearray) -> tuple[TrainSequence, ...]:
+    """Returns the batch: the own sequences, which share the memory, and outlines of the others."""
+    reader = _Reader(head, memory)
+    return tuple(reader.next() for _ in range(head.lengths.length))
 
 
 class _Reader:
-    """Makes the sequences of a shard, one after the other.
+    """Makes the sequences of a shard, one after the other."""
 
-    Args:
-        shard: What to read.
-        zeros: Memory for the values of outlines: 4 bytes per token of the longest sequence.
-    """
-
-    def __init__(self, shard: Shard, zeros: bytes) -> None:
-        self._shard = shard
-        self._zeros = memoryview(zeros)
+    def __init__(self, head: pb.Shard, memory: bytes | bytearray) -> None:
+        self._number = head.number
+        self._memory = memory
+        arrays = {
+            name: self._array(getattr(head, name))
+            for name in head.DESCRIPTOR.fields_by_name
+            if isinstance(getattr(head, name), pb.Array) and head.HasField(name)
+        }
+        self._of = arrays
         # Unpacked once: a flag per loss token of the shard.
-        self._flags = {name: np.unpackbits(bits) for name, bits in shard.flags.items()}
-        self._index = self._run = self._own = self._token = self._loss_token = 0
+        self._flags = {name: np.unpackbits(arrays[name]) for name in FLAG_FIELDS if name in arrays}
+        # For the values of outlines.
+        self._zeros = memoryview(bytes(4 * int(arrays["lengths"].max(initial=0))))
+        self._images = [Image(data=self._bytes(i.data), mime=i.mime) for i in head.images]
+        self._extras = iter(head.extras)
+        self._index = self._run = self._token = self._loss_token = 0
+
+    def _array(self, array: pb.Array) -> NDArray[Any]:
+        dtype = np.dtype(f"<{array.element_type}")
+        return np.frombuffer(self._memory, dtype, array.length, array.offset)
+
+    def _bytes(self, array: pb.Array) -> bytes:
+        return self._array(array).tobytes()
 
     def next(self) -> TrainSequence:
-        shard, index = self._shard, self._index
-        length = int(shard.lengths_N[index])
+        of, index = self._of, self._index
+        length = int(of["lengths"][index])
         mask = bytearray(length)
         first = self._run
-        self._run += int(shard.runs_N[index])
-        for start, stop in shard.bounds_R2[first : self._run].tolist():
+        self._run += int(of["runs"][index])
+        for start, stop in of["bounds"][2 * first : 2 * self._run].reshape(-1, 2).tolist():
             mask[start:stop] = b"\x01" * (stop - start)
-        trajectory = int(shard.trajectories_N[index])
-        scalar = float(shard.advantages_N[index])
+        trajectory = int(of["trajectories"][index])
+        scalar = float(of["advantages"][index])
+        shard = int(of["shards"][index])
         fields: dict[str, Any] = {
             "loss_mask": BoolArray.of_buffer(mask),
             "trajectory": None if trajectory < 0 else trajectory,
-            "shard": int(shard.shards_N[index]),
+            "shard": shard,
             "advantages": scalar,
         }
-        present = int(shard.present_N[index])
+        present = int(of["present"][index])
         names = [name for bit, name in enumerate(_OPTIONAL) if present >> bit & 1]
         self._index += 1
-        if shard.shards_N[index] != shard.number:
+        if shard != self._number:
             if np.isnan(scalar):
-                fields["advantages"] = float(shard.moved_N[index])
+                fields["advantages"] = float(of["moved"][index])
             blank = self._zeros[: 4 * length]
             fields |= {name: FloatArray.of_buffer(blank) for name in names if name in FLOAT_FIELDS}
             flags = self._zeros[:length]
             fields |= {name: BoolArray.of_buffer(flags) for name in names if name in FLAG_FIELDS}
             return TrainSequence(ids=IntArray.of_buffer(blank), is_outline=True, **fields)
-        experts, images = shard.rest[self._own]
-        self._own += 1
-        ids = shard.ids_O[self._token : self._token + length]
+        ids = of["ids"][self._token : self._token + length]
         self._token += length
         where = np.flatnonzero(np.frombuffer(mask, np.uint8))
         part = slice(self._loss_token, self._loss_token + len(where))
         self._loss_token += len(where)
         if np.isnan(scalar):
-            names.append("advantages")
+            fields["advantages"] = _placed(of["token_advantages"][part], where, length)
         for name in names:
             if name in FLAG_FIELDS:
                 placed = np.zeros(length, np.uint8)
                 placed[where] = self._flags[name][part]
                 fields[name] = BoolArray.of_buffer(placed.data)
             else:
-                numbers = np.zeros(length, np.float32)
-                numbers[where] = shard.numbers[name][part]
-                fields[name] = FloatArray.of_buffer(numbers.data)
-        return TrainSequence(
-            ids=IntArray.of_buffer(ids.data), routed_experts=experts, images=images, **fields
+                fields[name] = _placed(of[name][part], where, length)
+        return TrainSequence(ids=IntArray.of_buffer(ids.data), **self._extras_of_next(), **fields)
+
+    def _extras_of_next(self) -> dict[str, Any]:
+        extras = next(self._extras, None)
+        if extras is None:
+            return {}
+        images = tuple(
+            PlacedImage(image=self._images[i.image], start=i.start, num_tokens=i.num_tokens)
+            for i in extras.images
         )
+        if not extras.HasField("routed_experts"):
+            return {"images": images}
+        experts = extras.routed_experts
+        routed = RoutedExperts(
+            first=experts.first,
+            num_layers=experts.num_layers,
+            top_k=experts.top_k,
+            id_bytes=experts.id_bytes,
+            data=self._bytes(experts.data),
+        )
+        return {"images": images, "routed_experts": routed}
 
 
-def to_frames(shard: Shard) -> list[Frame]:
-    """Returns a shard as buffers to send: a pickle without the arrays' memory, and that memory."""
-    buffers: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(shard, protocol=5, buffer_callback=buffers.append)
-    return [head, *(buffer.raw() for buffer in buffers)]
+def _placed(numbers: NDArray[Any], where: NDArray[np.intp], length: int) -> FloatArray:
+    placed = np.zeros(length, np.float32)
+    placed[where] = numbers
+    return FloatArray.of_buffer(placed.data)
 
 
 class Outgoing:
     """The shards of a batch on their way: encoded one after another, and sent meanwhile.
 
-    One thread calls `encode`. Those that send wait for their shard in `num_frames` and `take`; they
-    are woken when it is encoded, or when `encode` fails, with its error. A shard is taken once, and
-    not kept.
+    One thread calls `encode`. Those that send wait for their shard, which fails if `encode` does.
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._encoded: list[Future[int]] = [Future() for _ in range(num_shards)]
-        self._frames: dict[int, list[Frame]] = {}
+        self._taken: dict[int, Future[Shard]] = {n: Future() for n in range(num_shards)}
+        self._waiting = list(reversed(self._taken.values()))
+        for shard in self._waiting:
+            shard.set_running_or_notify_cancel()  # who waits no more does not disturb `encode`
 
-    def encode(self, sequences: Sequence[TrainSequence], shards: Sequence[int]) -> None:
+    def take(self, number: int) -> Future[Shard]:
+        """Returns a shard that is or will be encoded; it is taken once, and not kept."""
+        return self._taken.pop(number)
+
+    def encode(
+        self, sequences: Sequence[TrainSequence], shards: Sequence[int], *, batch: int
+    ) -> None:
         """Encodes the shards of a batch; see the function `encode`."""
         try:
-            for shard in encode(sequences, shards, len(self._encoded)):
-                frames = to_frames(shard)
-                self._frames[shard.number] = frames
-                self._encoded[shard.number].set_result(len(frames))
+            for shard in encode(sequences, shards, len(self._waiting), batch=batch):
+                self._waiting.pop().set_result(shard)
         except Exception as error:
-            for encoded in self._encoded:
-                if not encoded.done():
-                    encoded.set_exception(error)
-
-    def num_frames(self, number: int) -> int:
-        """Returns the number of frames of a shard, once it is encoded."""
-        return self._encoded[number].result()
-
-    def take(self, number: int) -> list[Frame]:
-        """Returns the frames of a shard, once it is encoded."""
-        self.num_frames(number)
-        return self._frames.pop(number)
-
-
-def from_frames(frames: Sequence[Frame]) -> Shard:
-    """Returns the shard whose arrays have the memory of the frames."""
-    shard = pickle.loads(frames[0], buffers=frames[1:])
-    assert isinstance(shard, Shard)
-    return shard
+            for each in self._waiting:
+                each.set_exception(error)

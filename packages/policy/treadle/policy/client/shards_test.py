@@ -1,7 +1,7 @@
 """Shards: what each data-parallel group gets of a batch, and what it costs on the wire."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -12,16 +12,9 @@ from hypothesis import strategies as st
 from treadle.agent_loop import BoolArray, Image, IntArray, PlacedImage, RoutedExperts
 from treadle.policy.client import shards
 from treadle.policy.client.batch import cut, has_gradient, input_length, token_weights
-from treadle.policy.client.shards import (
-    Frame,
-    Outgoing,
-    Shard,
-    assign,
-    encode,
-    from_frames,
-    to_frames,
-)
+from treadle.policy.client.shards import Outgoing, Shard, assign, decode, encode
 from treadle.policy.client.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
+from treadle.policy.v1.training_service_pb2 import SendBatchRequest
 
 _NUMBERS = (*FLOAT_FIELDS, "advantages")
 
@@ -48,16 +41,27 @@ def _sequences(draw: st.DrawFn) -> tuple[TrainSequence, ...]:
     return tuple(one(number) for number in range(draw(st.integers(1, 6))))
 
 
+def _sent(shard: Shard) -> list[bytes]:
+    return [message.SerializeToString() for message in shard.messages()]
+
+
+def _received(messages: Sequence[bytes]) -> tuple[TrainSequence, ...]:
+    first, *rest = map(SendBatchRequest.FromString, messages)
+    memory = b"".join(message.memory for message in rest)
+    assert len(memory) == first.shard.memory_bytes
+    return decode(first.shard, memory)
+
+
 @given(batch=_sequences(), num_shards=st.integers(1, 4), mini_batches=st.integers(1, 3))
 def test_each_sequence_is_whole_on_its_shard_and_an_outline_on_the_others(
     batch: tuple[TrainSequence, ...], num_shards: int, mini_batches: int
 ) -> None:
     numbers = assign(batch, num_shards, mini_batches=mini_batches)
     for shard in encode(batch, numbers, num_shards):
-        decoded = from_frames([bytes(frame) for frame in to_frames(shard)]).sequences()
+        decoded = _received(_sent(shard))
         assert len(decoded) == len(batch)
         for found, sequence, number in zip(decoded, batch, numbers, strict=True):
-            assert (found.shard, found.is_outline) == (number, number != shard.number)
+            assert (found.shard, found.is_outline) == (number, number != shard.head.number)
             assert (found.loss_mask, found.trajectory) == (sequence.loss_mask, sequence.trajectory)
             assert has_gradient(found) is has_gradient(sequence)
             assert len(found.ids) == len(sequence.ids)
@@ -118,7 +122,7 @@ def test_a_token_costs_at_most_8_bytes_on_the_wire() -> None:
     )
     batch = [sequence] * count
     halves = encode(batch, assign(batch, 2), 2)
-    sent = sum(memoryview(frame).nbytes for shard in halves for frame in to_frames(shard))
+    sent = sum(len(message) for shard in halves for message in _sent(shard))
     assert sent <= 8 * length * count
 
 
@@ -126,24 +130,23 @@ def test_a_shard_is_sent_while_the_next_one_is_encoded(monkeypatch: pytest.Monke
     batch = _of_lengths([8, 8, 8], [1.0] * 3)
     may_encode = threading.Event()
 
-    def held(shard: Shard) -> list[Frame]:
-        if shard.number > 0:
-            may_encode.wait()
-        if shard.number > 1:
-            raise MemoryError("no room")
-        return to_frames(shard)
+    def held(*arguments: object, **more: object) -> Iterator[Shard]:
+        first, second, _ = encode(batch, [0, 1, 2], 3)
+        yield first
+        may_encode.wait()
+        yield second
+        raise MemoryError("no room")
 
-    monkeypatch.setattr(shards, "to_frames", held)
+    monkeypatch.setattr(shards, "encode", held)
     outgoing = Outgoing(3)
     with ThreadPoolExecutor(1) as threads:
-        encoding = threads.submit(outgoing.encode, batch, [0, 1, 2])
-        first = outgoing.take(0)
-        assert from_frames(first).number == 0
+        encoding = threads.submit(outgoing.encode, batch, [0, 1, 2], batch=1)
+        assert len(_received(_sent(outgoing.take(0).result()))) == 3
         assert not encoding.done()
         may_encode.set()
-        assert len(first) == outgoing.num_frames(1) == len(outgoing.take(1))
+        assert outgoing.take(1).result().head.number == 1
         with pytest.raises(MemoryError, match="no room"):
-            outgoing.num_frames(2)
+            outgoing.take(2).result()
 
 
 def test_an_image_that_sequences_share_travels_once() -> None:
@@ -158,9 +161,9 @@ def test_an_image_that_sequences_share_travels_once() -> None:
         for s in _of_lengths([8] * 4, [1.0] * 4)
     ]
     (shard,) = encode(batch, [0] * 4, 1)
-    frames = to_frames(shard)
-    assert sum(memoryview(frame).nbytes for frame in frames) < 110_000
-    first, second, *_ = from_frames(frames).sequences()
+    messages = _sent(shard)
+    assert sum(map(len, messages)) < 110_000
+    first, second, *_ = _received(messages)
     assert first.images[0].image is second.images[0].image
     assert second.routed_experts == experts
 
@@ -168,6 +171,7 @@ def test_an_image_that_sequences_share_travels_once() -> None:
 def test_a_batch_without_loss_tokens_is_sent_too() -> None:
     empty = replace(_of_lengths([3], [0.0])[0], loss_mask=BoolArray((False,) * 4))
     (shard,) = encode([empty], assign([empty], 1), 1)
-    assert from_frames(to_frames(shard)).sequences()[0].num_loss_tokens == 0
+    decoded = _received(_sent(shard))
+    assert decoded[0].num_loss_tokens == 0
     with pytest.raises(ValueError, match="loss mask"):
-        token_weights(shard.sequences(), "token-mean")
+        token_weights(decoded, "token-mean")

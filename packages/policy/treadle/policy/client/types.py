@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from treadle.agent_loop import BoolArray, FloatArray, IntArray
 from treadle.policy.config.choices import ElementType as ElementType
 from treadle.policy.config.choices import LossAggregation as LossAggregation
 from treadle.policy.config.choices import SharePrefixes as SharePrefixes
+from treadle.policy.v1 import training_service_pb2 as pb
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -209,6 +210,14 @@ class TokenValues:
     logprobs_M: NDArray[np.float32]
     entropy_M: NDArray[np.float32]
 
+    @classmethod
+    def of(cls, message: pb.TokenValues) -> Self:
+        """Returns the values in a message of a rank."""
+        return cls(
+            logprobs_M=np.frombuffer(message.logprobs, "<f4"),
+            entropy_M=np.frombuffer(message.entropy, "<f4"),
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepStats:
@@ -278,3 +287,20 @@ class NamedTensor:
 
     name: str
     tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OffloadReport:
+    """Bytes that one rank has off its device, and the time that moving them took.
+
+    Attributes:
+        release_s: Seconds in which device memory was released.
+        restore_s: Seconds in which it was filled again.
+        freed_bytes: Of device memory that is released now.
+        host_bytes: Of host memory that holds what was in it.
+    """
+
+    release_s: float
+    restore_s: float
+    freed_bytes: int
+    host_bytes: int

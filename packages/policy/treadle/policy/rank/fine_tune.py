@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from treadle.policy.client.commands import UpdateStats
+from treadle.policy.v1 import training_service_pb2 as pb
 
 if TYPE_CHECKING:
     from treadle.policy.backend import PolicyBackend
@@ -43,12 +43,12 @@ def fine_tune(
 
 def run_fine_tune(
     policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
-) -> UpdateStats:
+) -> pb.FineTuneResponse:
     """Takes one optimizer step, and looks at what it left."""
-    from treadle.policy.rank.train_batch import not_finite
+    from treadle.policy.rank.train_batch import not_finite, step_stats
 
-    steps = tuple(fine_tune(policy, [sequences], aggregation=aggregation))
-    return UpdateStats(steps=steps, broken=not_finite(policy, sequences, 1.0), logprobs_s=0.0)
+    steps = map(step_stats, fine_tune(policy, [sequences], aggregation=aggregation))
+    return pb.FineTuneResponse(steps=steps, broken=not_finite(policy, sequences, 1.0))
 
 
 def logprob_sums(policy: PolicyBackend, sequences: Sequence[TrainSequence]) -> tuple[float, ...]:

@@ -1,61 +1,42 @@
 """The policy rank: one process of the policy, `python -m treadle.policy.rank`.
 
-It listens on its host, writes the address to its ready file, accepts one authenticated connection
-and executes commands in order until `Stop`, the end of the connection, or a command that raises.
-While it executes one, it gives the driver signs of life.
-Then the cause goes to the driver and the process exits, because the other ranks may be waiting for
-it inside a collective operation and only the end of the process frees them.
+It serves the contract to its driver (`server.py`) and executes requests in order until `Stop`, the
+end of the driver, or a request that fails. Then the cause goes to the driver and the process exits,
+because the other ranks may be waiting for it inside a collective operation and only the end of the
+process frees them.
 """
 
 import contextlib
 import gc
 import logging
+import platform
 import socket
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, cast
+
+from google.protobuf.message import Message
 
 from treadle.agent_loop import SetupError
+from treadle.agent_loop.rpc.driven import start_driven
 from treadle.policy.backend import CheckpointError
-from treadle.policy.client.commands import (
-    Broadcast,
-    Command,
-    ComputeDelta,
-    Done,
-    Failed,
-    FineTune,
-    InitModel,
-    Load,
-    LoadCritic,
-    LogprobSums,
-    MeasureReference,
-    OffloadReport,
-    OpenGroup,
-    OpenRendezvous,
-    PlainCommand,
-    Push,
-    PushSharedMemory,
-    ReportOffload,
-    ReportTime,
-    Save,
-    SaveAdapter,
-    SaveCritic,
-    SaveHf,
-    Sharded,
-    Specs,
-    Stop,
-    Update,
-    UpdateCritic,
-    Values,
-    WriteFiles,
-)
-from treadle.policy.client.shards import from_frames
-from treadle.policy.client.signs_of_life import SignsOfLife
-from treadle.policy.rank.driver_connection import serve_driver
+from treadle.policy.client.methods import verb
+from treadle.policy.client.shards import decode
+from treadle.policy.client.types import LossAggregation, TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.critic import CriticConfig
+from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.config.settings import from_json
 from treadle.policy.rank.rank_time import RANK_TIME, RankCause, spent_on
+from treadle.policy.rank.server import RankServer, Received, RequestFailed
+from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
+from treadle.policy.v1 import errors_pb2
+from treadle.policy.v1 import rank_service_pb2 as rank_pb
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 
 if TYPE_CHECKING:
     from treadle.policy.backends.megatron.backend import MegatronPolicy
@@ -76,8 +57,18 @@ _COMMUNICATING = (
 """Modules that call operations with other ranks."""
 
 
+_CAUSES: Final[Mapping[str, RankCause]] = {
+    **dict.fromkeys(("Update", "UpdateCritic", "FineTune"), "train"),
+    **dict.fromkeys(("LogProbs", "LogprobSums", "MeasureReference", "Values"), "logprobs"),
+    **dict.fromkeys(("OpenRendezvous", "Initialize", "Load", "LoadCritic"), "start"),
+    **dict.fromkeys(("Save", "SaveCritic", "SaveHf", "SaveAdapter"), "save"),
+    **dict.fromkeys(("GetPolicyInfo", "ReportTime", "ReportOffload", "Stop"), "waiting"),
+}
+"""What the time of a request goes to, unless a part of it says otherwise; else to weights."""
+
+
 class PolicyRank:
-    """Executes commands. Holds the policy once it is built."""
+    """Executes requests. Holds the policy once it is built."""
 
     def __init__(self, host: str) -> None:
         self._host = host
@@ -89,31 +80,28 @@ class PolicyRank:
         self._collective: CollectiveSender | None = None
         self._delta: DeltaSender | None = None
 
-    def execute(self, command: Command) -> object:
-        """Returns the command's answer; the parts of `policy.offload` are off the device then."""
-        if isinstance(command, Sharded):
-            with spent_on("receive"):
-                plain = self._received(command)
-        else:
-            plain = command
-        with spent_on(_cause(plain)):
-            answer = self._execute(plain)
-        for model in self._models() if not isinstance(command, Stop) else ():
+    def execute(self, request: Message, sequences: Sequence[TrainSequence] = ()) -> Message:
+        """Returns the response; the parts of `policy.offload` are off the device then."""
+        with spent_on(_CAUSES.get(verb(request), "weights")):
+            response = self._execute(request, sequences)
+        for model in self._models() if not isinstance(request, rank_pb.StopRequest) else ():
             model.release_memory()
-        return answer
+        return response
 
-    def _received(self, sharded: Sharded) -> PlainCommand:
-        """Returns the command with its sequences; collective over the ranks that share them."""
-        assert self._policy is not None, "InitModel comes first"
-        world = self._policy.world
-        own = sharded.frames if world.leads else (None,) * sharded.num_frames
-        shard = from_frames([world.share(frame) for frame in own])
-        return replace(sharded.command, sequences=shard.sequences())
+    def receive(self, batch: int, take: Callable[[int], Received]) -> tuple[TrainSequence, ...]:
+        """Returns the sequences of a batch; collective over the ranks that share them."""
+        world = self._built.world
+        head = memory = None
+        if world.leads:
+            shard, memory = take(batch)
+            head = shard.SerializeToString()
+        head, memory = world.share(head), world.share(memory)
+        return decode(pb.Shard.FromString(bytes(head)), memory)
 
     @property
-    def leads(self) -> bool:
-        """Whether the driver gives sequences to this rank, and not to a sibling."""
-        return self._policy is not None and self._policy.world.leads
+    def _built(self) -> "MegatronPolicy":
+        assert self._policy is not None, "Initialize comes first"
+        return self._policy
 
     def _models(self) -> "Iterator[MegatronPolicy | MegatronCritic]":
         if self._policy is not None:
@@ -121,120 +109,132 @@ class PolicyRank:
         if self._critic is not None:
             yield self._critic
 
-    def _execute(self, command: PlainCommand) -> object:
-        match command:
-            case OpenRendezvous():
+    def _execute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
+        match request:
+            case rank_pb.GetPolicyInfoRequest():
+                return _info()
+            case rank_pb.OpenRendezvousRequest():
                 self._listener = socket.create_server((self._host, 0))
-                return f"{self._host}:{self._listener.getsockname()[1]}"
-            case ReportTime():
-                return RANK_TIME.take()
-            case InitModel():
-                return self._build(command)
-            case Stop():
+                address = f"{self._host}:{self._listener.getsockname()[1]}"
+                return rank_pb.OpenRendezvousResponse(address=address)
+            case rank_pb.InitializeRequest():
+                return self._build(request)
+            case rank_pb.ReportTimeRequest():
+                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())
+            case rank_pb.ReportOffloadRequest():
+                return self._offload_report()
+            case rank_pb.StopRequest():
                 if self._collective is not None:
                     self._collective.close()
                 if self._policy is not None:
                     self._policy.close()
-                return None
-        policy = self._policy
-        assert policy is not None, "InitModel comes first"
-        match command:
-            case Update():
-                from treadle.policy.rank.train_batch import run_update
+                return rank_pb.StopResponse()
+            case checkpoint_pb.SaveRequest():
+                self._built.save(Path(request.directory))
+                return checkpoint_pb.SaveResponse()
+            case checkpoint_pb.LoadRequest():
+                self._built.load(Path(request.directory))
+                return checkpoint_pb.LoadResponse()
+            case checkpoint_pb.SaveHfRequest():
+                self._built.save_hf(Path(request.directory))
+                return checkpoint_pb.SaveHfResponse()
+            case checkpoint_pb.SaveAdapterRequest():
+                self._built.save_adapter(Path(request.directory))
+                return checkpoint_pb.SaveAdapterResponse()
+            case checkpoint_pb.SaveCriticRequest():
+                self._built_critic.save(Path(request.directory))
+                return checkpoint_pb.SaveCriticResponse()
+            case checkpoint_pb.LoadCriticRequest():
+                self._built_critic.load(Path(request.directory))
+                return checkpoint_pb.LoadCriticResponse()
+        if request.DESCRIPTOR.file is pb.DESCRIPTOR:
+            return self._compute(request, sequences)
+        return self._send_weights(request)
 
-                stats = run_update(
+    @property
+    def _built_critic(self) -> "MegatronCritic":
+        assert self._critic is not None, "Initialize has built it"
+        return self._critic
+
+    def _compute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
+        """Executes a request of `TrainingService`; what is large is answered by rank 0 only."""
+        from treadle.policy.rank import train_batch
+        from treadle.policy.rank.fine_tune import logprob_sums, run_fine_tune
+
+        policy, answers = self._built, self._rank == 0
+        match request:
+            case pb.UpdateRequest():
+                response = train_batch.run_update(
                     policy,
-                    command.sequences,
-                    command.algorithm,
-                    temperature=command.temperature,
-                    free_memory=command.free_memory,
+                    sequences,
+                    from_json(AlgorithmConfig, request.algorithm),
+                    temperature=request.temperature,
+                    free_memory=request.free_memory,
                 )
-                return stats if self._rank == 0 else replace(stats, tokens=None)
-            case MeasureReference():
-                from treadle.policy.rank.train_batch import measure_reference
-
-                measured = measure_reference(
+                if not answers:
+                    response.ClearField("tokens")
+                return response
+            case pb.MeasureReferenceRequest():
+                measured = train_batch.measure_reference(
                     policy,
-                    command.sequences,
-                    command.algorithm,
-                    temperature=command.temperature,
+                    sequences,
+                    from_json(AlgorithmConfig, request.algorithm),
+                    temperature=request.temperature,
                 )
-                return measured if self._rank == 0 else None
-            case Values() | UpdateCritic() | SaveCritic() | LoadCritic():
-                return self._execute_with_critic(command)
-            case FineTune():
-                from treadle.policy.rank.fine_tune import run_fine_tune
+                return measured if answers else pb.MeasureReferenceResponse()
+            case pb.LogProbsRequest():
+                compute = policy.reference_logprobs if request.reference else policy.logprobs
+                logprobs = compute(sequences, temperature=request.temperature)
+                of_all = train_batch.at_loss_tokens(sequences, logprobs) if answers else b""
+                return pb.LogProbsResponse(logprobs=of_all)
+            case pb.LogprobSumsRequest():
+                return pb.LogprobSumsResponse(sums=logprob_sums(policy, sequences))
+            case pb.FineTuneRequest():
+                aggregation = cast(LossAggregation, request.aggregation)
+                return run_fine_tune(policy, sequences, aggregation)
+            case pb.ValuesRequest():
+                values = self._built_critic.values(sequences)
+                of_all = train_batch.at_loss_tokens(sequences, values) if answers else b""
+                return pb.ValuesResponse(values=of_all)
+            case pb.UpdateCriticRequest():
+                return train_batch.run_critic_update(
+                    self._built_critic,
+                    sequences,
+                    from_json(AlgorithmConfig, request.algorithm),
+                    epochs=request.epochs,
+                    free_memory=request.free_memory,
+                )
+        raise NotImplementedError(verb(request))
 
-                return run_fine_tune(policy, command.sequences, command.aggregation)
-            case LogprobSums():
-                from treadle.policy.rank.fine_tune import logprob_sums
+    def _send_weights(self, request: Message) -> Message:
+        """Executes a request of `WeightsService`."""
+        from treadle.policy.weight_sync.payload import specs_response
+        from treadle.policy.weight_sync.transports.file import write_files
+        from treadle.policy.weight_sync.transports.inline import push
+        from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
 
-                return logprob_sums(policy, command.sequences)
-            case Specs():
-                return policy.weight_specs()
-            case ComputeDelta():
-                return self._delta_sender().compute(policy, command, rank=self._rank)
-            case Push(delta=True):
-                return self._delta_sender().push(policy, command, rank=self._rank)
-            case Push():
-                from treadle.policy.weight_sync.transports.inline import push
-
-                return push(policy, command, rank=self._rank)
-            case WriteFiles(base_version=int()):
-                return self._delta_sender().write(policy, command, rank=self._rank)
-            case WriteFiles():
-                from treadle.policy.weight_sync.transports.file import write_files
-
-                return write_files(policy, command, rank=self._rank)
-            case PushSharedMemory():
-                from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
-
+        policy, rank = self._built, self._rank
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return specs_response(policy.weight_specs())
+            case weights_pb.ComputeDeltaRequest():
+                return self._delta_sender().compute(policy, request, rank=rank)
+            case weights_pb.PushRequest(delta=True):
+                return self._delta_sender().push(policy, request, rank=rank)
+            case weights_pb.PushRequest():
+                return push(policy, request, rank=rank)
+            case weights_pb.WriteFilesRequest() if request.HasField("base_version"):
+                return self._delta_sender().write(policy, request, rank=rank)
+            case weights_pb.WriteFilesRequest():
+                return write_files(policy, request, rank=rank)
+            case weights_pb.PushSharedMemoryRequest():
                 self._sender = self._sender or SharedMemorySender()
-                return self._sender.push(policy, command, rank=self._rank)
-            case OpenGroup():
-                return self._collective_sender().open_group(command)
-            case Broadcast():
-                return self._collective_sender().broadcast(policy, command)
-            case Save():
-                policy.save(command.directory)
-                return None
-            case SaveHf():
-                policy.save_hf(command.directory)
-                return None
-            case SaveAdapter():
-                policy.save_adapter(command.directory)
-                return None
-            case Load():
-                policy.load(command.directory)
-                return policy.step
-            case ReportOffload():
-                return _sum_of([model.take_offload_report() for model in self._models()])
-
-    def _execute_with_critic(
-        self, command: Values | UpdateCritic | SaveCritic | LoadCritic
-    ) -> object:
-        critic = self._critic
-        assert critic is not None, "InitModel has built it"
-        match command:
-            case Values():
-                values = critic.values(command.sequences)
-                return tuple(values) if self._rank == 0 else None
-            case UpdateCritic():
-                from treadle.policy.rank.train_batch import run_critic_update
-
-                return run_critic_update(
-                    critic,
-                    command.sequences,
-                    command.algorithm,
-                    epochs=command.epochs,
-                    free_memory=command.free_memory,
-                )
-            case SaveCritic():
-                critic.save(command.directory)
-                return None
-            case LoadCritic():
-                critic.load(command.directory)
-                return critic.step
+                return self._sender.push(policy, request, rank=rank)
+            case weights_pb.OpenGroupRequest():
+                return self._collective_sender().open_group(request)
+            case weights_pb.BroadcastRequest():
+                return self._collective_sender().broadcast(policy, request)
+        raise NotImplementedError(verb(request))
 
     def _delta_sender(self) -> "DeltaSender":
         from treadle.policy.weight_sync.delta import DeltaSender
@@ -250,70 +250,75 @@ class PolicyRank:
             self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
         return self._collective
 
-    def _build(self, command: InitModel) -> int:
+    def _build(self, request: rank_pb.InitializeRequest) -> rank_pb.InitializeResponse:
         # Megatron imports it where it is installed, and it then makes temporary directories which a
         # killed process leaves behind.
         with _hidden("wandb"), _uncollected():
             from treadle.policy.backends.megatron.backend import MegatronPolicy
             from treadle.policy.backends.megatron.parallel import Rendezvous
 
-        self._rank = command.rank
+        self._rank = request.rank
+        config, model_path = from_json(PolicyConfig, request.policy), Path(request.model_path)
+        host, _, port = request.rendezvous.rpartition(":")
         self._policy = MegatronPolicy(
-            command.config,
-            command.model_path,
+            config,
+            model_path,
             Rendezvous(
-                rank=command.rank,
-                world_size=command.world_size,
-                master_addr=command.master_addr,
-                master_port=command.master_port,
+                rank=request.rank,
+                world_size=request.world_size,
+                master_addr=host or "127.0.0.1",
+                master_port=int(port or 0),
                 listener=self._listener.detach() if self._listener is not None else None,
-                local_rank=command.local_rank,
-                timeout_s=command.config.collective_timeout_s,
+                local_rank=request.local_rank,
+                timeout_s=config.collective_timeout_s,
             ),
-            keep_reference=command.with_reference,
-            reference_path=command.reference_path,
+            keep_reference=request.with_reference,
+            reference_path=(
+                Path(request.reference_path) if request.HasField("reference_path") else None
+            ),
         )
-        if command.critic is not None:
+        if request.HasField("critic"):
             from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 
-            self._critic = MegatronCritic(
-                self._policy, command.critic, command.config, command.model_path
-            )
-        return self._policy.step
+            critic = from_json(CriticConfig, request.critic)
+            self._critic = MegatronCritic(self._policy, critic, config, model_path)
+        return rank_pb.InitializeResponse()
+
+    def _offload_report(self) -> rank_pb.ReportOffloadResponse:
+        response = rank_pb.ReportOffloadResponse()
+        for report in [model.take_offload_report() for model in self._models()]:
+            response.release_s += report.release_s
+            response.restore_s += report.restore_s
+            response.freed_bytes += report.freed_bytes
+            response.host_bytes += report.host_bytes
+        return response
 
 
-def _cause(command: PlainCommand) -> RankCause:
-    """Returns what the time of a command goes to, unless a part of it says otherwise."""
-    match command:
-        case Update() | UpdateCritic() | FineTune():
-            return "train"
-        case MeasureReference() | Values() | LogprobSums():
-            return "logprobs"
-        case OpenRendezvous() | InitModel() | Load() | LoadCritic():
-            return "start"
-        case Save() | SaveCritic() | SaveHf() | SaveAdapter():
-            return "save"
-        case ReportTime() | ReportOffload() | Stop():
-            return "waiting"
-        case (
-            Specs()
-            | ComputeDelta()
-            | Push()
-            | WriteFiles()
-            | PushSharedMemory()
-            | OpenGroup()
-            | Broadcast()
-        ):
-            return "weights"
-
-
-def _sum_of(reports: Sequence[OffloadReport]) -> OffloadReport:
-    return OffloadReport(
-        release_s=sum(report.release_s for report in reports),
-        restore_s=sum(report.restore_s for report in reports),
-        freed_bytes=sum(report.freed_bytes for report in reports),
-        host_bytes=sum(report.host_bytes for report in reports),
+def _info() -> rank_pb.GetPolicyInfoResponse:
+    return rank_pb.GetPolicyInfoResponse(
+        treadle_version=_version("treadle-policy"),
+        backend="megatron",
+        backend_version=_version("megatron-core"),
+        python_version=platform.python_version(),
+        torch_version=_version("torch"),
+        capabilities=rank_pb.Capabilities(
+            reference=True,
+            critic=True,
+            lora=True,
+            offload=True,
+            routing_replay=True,
+            tensor_parallel=True,
+            pipeline_parallel=True,
+            context_parallel=True,
+        ),
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "source"
 
 
 @contextlib.contextmanager
@@ -340,60 +345,44 @@ def _uncollected() -> Iterator[None]:
         gc.enable()
 
 
-def serve(connection: "Connection[Any, Any]", rank: PolicyRank, *, beat_s: float) -> bool:
-    """Executes commands until told to stop; returns False after one that raised.
-
-    Args:
-        connection: To the driver, which gets a sign of life at once.
-        rank: Executes the commands.
-        beat_s: Time between two signs of life while a command runs.
-    """
-    signs = SignsOfLife(connection, beat_s=beat_s)
-    for command in _commands(connection, rank):
+def serve(server: RankServer, rank: PolicyRank) -> bool:
+    """Executes requests until told to stop; returns False after one that failed."""
+    for asked in server:
+        request = asked.request
         try:
-            with signs:
-                value = rank.execute(command)
+            sequences: tuple[TrainSequence, ...] = ()
+            if batch := getattr(request, "batch", 0):
+                with spent_on("receive"):
+                    sequences = rank.receive(batch, server.take_batch)
+            response = rank.execute(request, sequences)
         except Exception as error:
-            asked = command.command if isinstance(command, Sharded) else command
-            logging.getLogger(__name__).exception("%s failed", type(asked).__name__)
-            connection.send(
-                Failed(
-                    kind=_kind(error, command),
-                    message=f"{type(error).__name__}: {error}",
-                    traceback=traceback.format_exc(),
-                )
+            logging.getLogger(__name__).exception("%s failed", verb(request))
+            failure = errors_pb2.RankFailure(
+                kind=_kind(error, request),
+                message=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
             )
+            asked.answer.set_exception(RequestFailed(failure))
             return False
-        connection.send(Done(value=value))
-        if isinstance(command, Stop):
+        asked.answer.set_result(response)
+        if isinstance(request, rank_pb.StopRequest):
             return True
     return True
 
 
-def _commands(connection: "Connection[Any, Any]", rank: PolicyRank) -> Iterator[Command]:
-    while True:
-        try:
-            connection.poll(None)
-            with spent_on("receive"):
-                command: Command = connection.recv()
-                if isinstance(command, Sharded) and rank.leads:
-                    frames = tuple(connection.recv_bytes() for _ in range(command.num_frames))
-                    command = replace(command, frames=frames)
-        except EOFError:
-            return
-        yield command
-
-
-def _kind(error: Exception, command: Command) -> Literal["input", "checkpoint", "peer", "bug"]:
+def _kind(error: Exception, request: Message) -> errors_pb2.FailureKind:
     if isinstance(error, CheckpointError):
-        return "checkpoint"
+        return errors_pb2.FAILURE_KIND_CHECKPOINT
     if isinstance(error, SetupError):
-        return "input"
-    if isinstance(command, InitModel) and isinstance(error, ValueError | FileNotFoundError):
-        return "input"
-    if isinstance(command, WriteFiles) and isinstance(error, OSError):
-        return "input"
-    return "peer" if _raised_by_communication(error) else "bug"
+        return errors_pb2.FAILURE_KIND_INPUT
+    if isinstance(request, rank_pb.InitializeRequest) and isinstance(
+        error, ValueError | FileNotFoundError
+    ):
+        return errors_pb2.FAILURE_KIND_INPUT
+    if isinstance(request, weights_pb.WriteFilesRequest) and isinstance(error, OSError):
+        return errors_pb2.FAILURE_KIND_INPUT
+    of_peer = _raised_by_communication(error)
+    return errors_pb2.FAILURE_KIND_PEER if of_peer else errors_pb2.FAILURE_KIND_BUG
 
 
 def _raised_by_communication(error: Exception) -> bool:
@@ -412,9 +401,7 @@ def _raised_by_communication(error: Exception) -> bool:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serves one driver; returns exit status 0 if no command raised."""
-
-    def serve_as_rank(connection: "Connection[Any, Any]", host: str, beat_s: float) -> bool:
-        return serve(connection, PolicyRank(host), beat_s=beat_s)
-
-    return serve_driver(argv, module="treadle.policy.rank", serve=serve_as_rank)
+    """Serves one driver; returns exit status 0 if no request failed."""
+    program = start_driven(argv, module="treadle.policy.rank")
+    with RankServer(program) as server:
+        return 0 if serve(server, PolicyRank(program.host)) else 1

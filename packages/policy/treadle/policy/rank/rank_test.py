@@ -3,13 +3,15 @@ from typing import Any
 
 import pytest
 
-from treadle.policy.client.commands import OpenRendezvous, Specs
 from treadle.policy.rank.rank import PolicyRank, _kind
+from treadle.policy.v1.errors_pb2 import FailureKind
+from treadle.policy.v1.rank_service_pb2 import OpenRendezvousRequest
+from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
 
 
 def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
     rank = PolicyRank("127.0.0.1")
-    host, _, port = str(rank.execute(OpenRendezvous())).rpartition(":")
+    host, _, port = rank.execute(OpenRendezvousRequest()).address.rpartition(":")
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, int(port)))
 
@@ -21,6 +23,11 @@ def _raised_in(module: str, error: Exception) -> Exception:
     with pytest.raises(type(error)) as caught:
         namespace["fail"]()
     return caught.value
+
+
+def _kind_of(error: Exception) -> str:
+    name = FailureKind.Name(_kind(error, GetWeightSpecsRequest()))
+    return name.removeprefix("FAILURE_KIND_").lower()
 
 
 @pytest.mark.parametrize(
@@ -35,7 +42,7 @@ def _raised_in(module: str, error: Exception) -> Exception:
     ],
 )
 def test_the_end_of_another_rank_is_told_by_where_it_is_noticed(module: str, kind: str) -> None:
-    assert _kind(_raised_in(module, RuntimeError("any text")), Specs()) == kind
+    assert _kind_of(_raised_in(module, RuntimeError("any text"))) == kind
 
 
 def test_the_end_of_another_rank_is_told_by_the_type_of_the_error() -> None:
@@ -43,7 +50,7 @@ def test_the_end_of_another_rank_is_told_by_the_type_of_the_error() -> None:
     from torch.distributed import DistBackendError, DistNetworkError
 
     for error in (DistBackendError("any text"), DistNetworkError("any text")):
-        assert _kind(_raised_in("treadle.policy.rank.rank", error), Specs()) == "peer"
+        assert _kind_of(_raised_in("treadle.policy.rank.rank", error)) == "peer"
     ours = _raised_in("megatron.core.tensor_parallel.layers", OutOfMemoryError("gloo, nccl"))
-    assert _kind(ours, Specs()) == "bug"
-    assert _kind(ValueError("never raised"), Specs()) == "bug"
+    assert _kind_of(ours) == "bug"
+    assert _kind_of(ValueError("never raised")) == "bug"

@@ -23,16 +23,23 @@ from treadle.policy.algorithms.kl import kl_penalty
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
 from treadle.policy.backend import PolicyBackend
-from treadle.policy.client.batch import cut
-from treadle.policy.client.commands import MeasuredReference, UpdateStats
-from treadle.policy.client.types import StepStats, TokenValues, TrainSequence
+from treadle.policy.client.batch import cut, of_loss_tokens
+from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.v1 import training_service_pb2 as pb
 
 if TYPE_CHECKING:
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 
-__all__ = ["measure_reference", "not_finite", "run_critic_update", "run_update"]
+__all__ = [
+    "at_loss_tokens",
+    "measure_reference",
+    "not_finite",
+    "run_critic_update",
+    "run_update",
+    "step_stats",
+]
 
 
 def run_update(
@@ -42,7 +49,7 @@ def run_update(
     *,
     temperature: float,
     free_memory: bool = False,
-) -> UpdateStats:
+) -> pb.UpdateResponse:
     """Trains on a batch that was sampled with `temperature`; see the module.
 
     With `free_memory`, cached device memory is released at the end, for other processes.
@@ -83,8 +90,8 @@ def run_update(
     ]
     if free_memory:
         torch.cuda.empty_cache()  # does nothing without CUDA
-    return UpdateStats(
-        steps=tuple(replace(step, tokens=None) for step in steps),
+    return pb.UpdateResponse(
+        steps=map(step_stats, steps),
         broken=not_finite(policy, sequences, temperature),
         logprobs_s=logprobs_s,
         mismatch=mismatch,
@@ -98,7 +105,7 @@ def measure_reference(
     algorithm: AlgorithmConfig,
     *,
     temperature: float,
-) -> MeasuredReference:
+) -> pb.MeasureReferenceResponse:
     """Computes the KL of a batch against the reference, at the weights before its updates.
 
     Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
@@ -128,10 +135,11 @@ def measure_reference(
         ],
     )
     shares_old = algorithm.old_logprobs == "policy" and algorithm.updates_per_batch > 1
-    return MeasuredReference(
-        kl=tuple(_aligned(sequences, kl_M)),
-        old_logprobs=tuple(ours) if shares_old else None,
-        ref_logprobs=tuple(theirs) if algorithm.loss_needs_reference and not given else None,
+    shares_ref = algorithm.loss_needs_reference and not given
+    return pb.MeasureReferenceResponse(
+        kl=kl_M.astype("<f4").tobytes(),
+        old_logprobs=at_loss_tokens(sequences, ours) if shares_old else None,
+        ref_logprobs=at_loss_tokens(sequences, theirs) if shares_ref else None,
     )
 
 
@@ -142,7 +150,7 @@ def run_critic_update(
     *,
     epochs: int,
     free_memory: bool = False,
-) -> UpdateStats:
+) -> pb.UpdateCriticResponse:
     """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps.
 
     Args:
@@ -163,7 +171,21 @@ def run_critic_update(
     )
     if free_memory:
         torch.cuda.empty_cache()
-    return UpdateStats(steps=steps, broken=_not_finite_critic(critic, sequences), logprobs_s=0.0)
+    return pb.UpdateCriticResponse(
+        steps=map(step_stats, steps), broken=_not_finite_critic(critic, sequences)
+    )
+
+
+def step_stats(step: StepStats) -> pb.StepStats:
+    """Returns the message; without what was kept of the tokens."""
+    names = pb.StepStats.DESCRIPTOR.fields_by_name
+    return pb.StepStats(**{name: getattr(step, name) for name in names})
+
+
+def at_loss_tokens(sequences: Sequence[TrainSequence], values: Sequence[FloatArray]) -> bytes:
+    """Returns [L] of each sequence as float32 of all loss tokens."""
+    found = [np.asarray(v, "<f4")[s.loss_positions] for s, v in zip(sequences, values, strict=True)]
+    return np.concatenate(found).tobytes()
 
 
 def _not_finite_critic(critic: "MegatronCritic", sequences: Sequence[TrainSequence]) -> str | None:
@@ -216,7 +238,7 @@ def _token_values(
     policy: PolicyBackend,
     steps: Sequence[StepStats],
     measured: Sequence[TrainSequence] | None,
-) -> TokenValues:
+) -> pb.TokenValues:
     """Returns the values of all loss tokens of the batch.
 
     Args:
@@ -229,8 +251,9 @@ def _token_values(
     if measured is not None:
         before = [s.at_loss_tokens("old_logprobs") for s in measured]
         logprobs_M = _of_all(policy, measured, before)
-    return TokenValues(
-        logprobs_M=logprobs_M, entropy_M=np.concatenate([tokens.entropy_M for tokens in kept])
+    entropy_M = np.concatenate([tokens.entropy_M for tokens in kept])
+    return pb.TokenValues(
+        logprobs=logprobs_M.astype("<f4").tobytes(), entropy=entropy_M.astype("<f4").tobytes()
     )
 
 
@@ -270,13 +293,6 @@ def _of_all(
     return own_M if sequences[0].shard is None else policy.sum_over_shards(own_M)
 
 
-def _aligned(sequences: Sequence[TrainSequence], values_M: NDArray[np.float32]) -> list[FloatArray]:
-    """Returns [M] numbers of all loss tokens as [L] of each sequence."""
-    ends = np.cumsum([sequence.num_loss_tokens for sequence in sequences])[:-1]
-    parts = np.split(values_M, ends)
-    return [sequence.aligned(each) for sequence, each in zip(sequences, parts, strict=True)]
-
-
 def _with_values_of_all(
     policy: PolicyBackend, sequences: Sequence[TrainSequence], names: Sequence[str]
 ) -> list[TrainSequence]:
@@ -286,7 +302,9 @@ def _with_values_of_all(
         if any(getattr(s, name) is None for s in sequences):
             continue
         values_M = _of_all(policy, sequences, [s.at_loss_tokens(name) for s in sequences])
-        changed: list[dict[str, Any]] = [{name: each} for each in _aligned(sequences, values_M)]
+        changed: list[dict[str, Any]] = [
+            {name: each} for each in of_loss_tokens(sequences, values_M)
+        ]
         found = [
             replace(s, **change) if s.is_outline else s
             for s, change in zip(found, changed, strict=True)

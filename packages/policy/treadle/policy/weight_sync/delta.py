@@ -28,10 +28,9 @@ import uuid
 import zlib
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from treadle.policy.client.commands import ComputeDelta, DeltaReport, Push, SendReport, WriteFiles
-from treadle.policy.client.types import ElementType
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.payload import WeightSource, own_weights, tensor_bytes
 from treadle.policy.weight_sync.transports.file import FileEntry, write_file
 from treadle.policy.weight_sync.transports.inline import push_bytes
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["DeltaPublisher", "DeltaSender", "encode"]
 
-_ELEMENTS: Mapping[ElementType, str] = {"float32": "<u4", "bfloat16": "<u2"}
+_ELEMENTS: Mapping[str, str] = {"float32": "<u4", "bfloat16": "<u2"}
 _MAX_ELEMENTS = 1 << 32  # positions are uint32
 _Step: TypeAlias = Callable[[UpdateRound], Awaitable[None]]
 
@@ -113,10 +112,11 @@ class DeltaPublisher:
     async def _compute(self, update_round: UpdateRound) -> Delta | None:
         """Has the ranks keep the weights; returns the changes if they can be sent and are less."""
         base, self._version = self._version, None
-        command = ComputeDelta(
+        request = weights_pb.ComputeDeltaRequest(
             version=update_round.version, base_version=base, element_type=update_round.element_type
         )
-        reports = cast("list[DeltaReport]", await update_round.policy.call(command))
+        reports: list[weights_pb.ComputeDeltaResponse]
+        reports = await update_round.policy.call(request)
         self._version = update_round.version
         if base is None or not all(report.fits for report in reports):
             return None
@@ -153,7 +153,7 @@ def _move_retries(source: UpdateRound, target: UpdateRound) -> None:
 # --- the rank's side -----------------------------------------------------------------------------
 
 
-def encode(old: memoryview, new: memoryview, element_type: ElementType) -> bytes | None:
+def encode(old: memoryview, new: memoryview, element_type: str) -> bytes | None:
     """Returns the changes from `old` to `new`; empty if there are none.
 
     Args:
@@ -176,7 +176,7 @@ def encode(old: memoryview, new: memoryview, element_type: ElementType) -> bytes
     return b"".join((count, positions.tobytes(), after[positions].tobytes()))
 
 
-def _elements(data: memoryview, element_type: ElementType) -> "NDArray[Any]":
+def _elements(data: memoryview, element_type: str) -> "NDArray[Any]":
     import numpy as np
 
     return np.frombuffer(data, dtype=_ELEMENTS[element_type])
@@ -190,32 +190,38 @@ class DeltaSender:
         self._kept: dict[str, NDArray[Any]] = {}
         self._encoded: dict[str, bytes] = {}
 
-    def compute(self, policy: WeightSource, command: ComputeDelta, *, rank: int) -> DeltaReport:
-        """Keeps the weights as `command.version` and finds what changed since the base.
+    def compute(
+        self, policy: WeightSource, request: weights_pb.ComputeDeltaRequest, *, rank: int
+    ) -> weights_pb.ComputeDeltaResponse:
+        """Keeps the weights as `request.version` and finds what changed since the base.
 
         Every rank must call it.
         """
-        known = self._version is not None and self._version == command.base_version
+        known = request.HasField("base_version") and self._version == request.base_version
         self._version = None  # until all weights are kept
         self._encoded = {}
         fits, crc32 = known, dict[str, int]()
         for _, named in own_weights(policy, policy.weight_specs(), rank):
-            data = tensor_bytes(named.tensor, command.element_type)
+            data = tensor_bytes(named.tensor, request.element_type)
             if known:
-                encoded = encode(self._kept[named.name].data, data, command.element_type)
+                encoded = encode(self._kept[named.name].data, data, request.element_type)
                 fits = fits and encoded is not None
                 self._encoded[named.name] = encoded or b""
                 crc32[named.name] = zlib.crc32(data)
             self._keep(named.name, data)
-        self._version = command.version
+        self._version = request.version
         sizes = {name: len(encoded) for name, encoded in self._encoded.items()}
-        return DeltaReport(fits=fits, encoded_bytes=sizes, crc32=crc32)
+        return weights_pb.ComputeDeltaResponse(fits=fits, encoded_bytes=sizes, crc32=crc32)
 
-    def push(self, policy: WeightSource, command: Push, *, rank: int) -> SendReport:
+    def push(
+        self, policy: WeightSource, request: weights_pb.PushRequest, *, rank: int
+    ) -> weights_pb.PushResponse:
         """Sends the changes that `compute` found. No rank waits for another."""
-        return push_bytes(self._changes(policy, rank), command)
+        return push_bytes(self._changes(policy, rank), request)
 
-    def write(self, policy: WeightSource, command: WriteFiles, *, rank: int) -> SendReport:
+    def write(
+        self, policy: WeightSource, request: weights_pb.WriteFilesRequest, *, rank: int
+    ) -> weights_pb.WriteFilesResponse:
         """Writes the changes that `compute` found. No rank waits for another.
 
         Raises:
@@ -228,7 +234,7 @@ class DeltaSender:
             for name, data in encoded.items()
         ]
         parts = ((name, memoryview(data)) for name, data in encoded.items())
-        return write_file(command, entries, parts, rank=rank)
+        return write_file(request, entries, parts, rank=rank)
 
     def _changes(self, policy: WeightSource, rank: int) -> Iterator[tuple[int, memoryview]]:
         for index, spec in enumerate(policy.weight_specs()):

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from treadle.policy.client.commands import ComputeDelta, WriteFiles
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import ElementType
 from treadle.policy.config.weight_sync import (
@@ -23,6 +22,7 @@ from treadle.policy.config.weight_sync import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.delta import DeltaSender, encode
 from treadle.policy.weight_sync.payload import tensor_bytes
 from treadle.policy.weight_sync.publisher import WeightPublisher
@@ -65,14 +65,16 @@ def test_changes_are_against_the_version_that_is_kept_and_no_other() -> None:
     weights, sender = Weights(), DeltaSender()
 
     def compute(version: int, base: int | None) -> bool:
-        command = ComputeDelta(version=version, base_version=base, element_type="float32")
+        command = weights_pb.ComputeDeltaRequest(
+            version=version, base_version=base, element_type="float32"
+        )
         return sender.compute(weights, command, rank=0).fits
 
     assert not compute(1, 0)
     assert compute(2, 1)
     assert not compute(3, 1)
     weights.tensors["a"][0, 0] += 1
-    command = ComputeDelta(version=4, base_version=3, element_type="float32")
+    command = weights_pb.ComputeDeltaRequest(version=4, base_version=3, element_type="float32")
     report = sender.compute(weights, command, rank=0)
     assert report.encoded_bytes == {"a": 16, "b": 0, "empty": 0, "scalar": 0}
 
@@ -81,9 +83,13 @@ def test_a_file_of_changes_says_what_it_is(tmp_path: Path) -> None:
     weights, sender = Weights(), DeltaSender()
     for version, base in ((1, None), (2, 1)):
         weights.tensors["a"][1, 2] += 1
-        command = ComputeDelta(version=version, base_version=base, element_type="float32")
+        command = weights_pb.ComputeDeltaRequest(
+            version=version, base_version=base, element_type="float32"
+        )
         sender.compute(weights, command, rank=0)
-    write = WriteFiles(directory=tmp_path, element_type="float32", version=2, base_version=1)
+    write = weights_pb.WriteFilesRequest(
+        directory=str(tmp_path), element_type="float32", version=2, base_version=1
+    )
     report = sender.write(weights, write, rank=0)
     value = tensor_bytes(weights.tensors["a"][1, 2], "float32")
     encoded = (1).to_bytes(8, "little") + (7).to_bytes(4, "little") + bytes(value)

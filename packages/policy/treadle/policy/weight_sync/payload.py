@@ -4,10 +4,11 @@ Bytes are little-endian and row-major, in the element type that the servers hold
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol, cast
 
 from treadle.policy.client.types import ElementType, NamedTensor, TensorSpec
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -17,6 +18,8 @@ __all__ = [
     "WeightSource",
     "num_bytes",
     "own_weights",
+    "specs_of",
+    "specs_response",
     "tensor_bytes",
     "tensor_spec_to_proto",
 ]
@@ -34,8 +37,8 @@ class WeightSource(Protocol):
         ...
 
 
-_SIZES: dict[ElementType, int] = {"float32": 4, "bfloat16": 2}
-_PROTO: dict[ElementType, pb.ElementType] = {
+_SIZES: dict[str, int] = {"float32": 4, "bfloat16": 2}
+_PROTO: dict[str, pb.ElementType] = {
     "float32": pb.ELEMENT_TYPE_FLOAT32,
     "bfloat16": pb.ELEMENT_TYPE_BFLOAT16,
 }
@@ -55,17 +58,42 @@ def own_weights(
             yield index, named
 
 
-def tensor_spec_to_proto(spec: TensorSpec, element_type: ElementType) -> pb.TensorSpec:
+def tensor_spec_to_proto(spec: TensorSpec, element_type: str) -> pb.TensorSpec:
     """Returns what Begin says of a weight that is sent as `element_type`."""
     return pb.TensorSpec(name=spec.name, element_type=_PROTO[element_type], shape=spec.shape)
 
 
-def num_bytes(spec: TensorSpec, element_type: ElementType) -> int:
+def specs_response(specs: Iterable[TensorSpec]) -> weights_pb.GetWeightSpecsResponse:
+    """Returns what a rank says of its weights."""
+    return weights_pb.GetWeightSpecsResponse(
+        specs=(
+            weights_pb.WeightSpec(
+                name=spec.name, shape=spec.shape, element_type=spec.element_type, sender=spec.sender
+            )
+            for spec in specs
+        )
+    )
+
+
+def specs_of(response: weights_pb.GetWeightSpecsResponse) -> tuple[TensorSpec, ...]:
+    """Returns what a rank said of its weights."""
+    return tuple(
+        TensorSpec(
+            name=spec.name,
+            shape=tuple(spec.shape),
+            element_type=cast(ElementType, spec.element_type),
+            sender=spec.sender,
+        )
+        for spec in response.specs
+    )
+
+
+def num_bytes(spec: TensorSpec, element_type: str) -> int:
     """Returns the size of the weight as `element_type`, in bytes."""
     return math.prod(spec.shape) * _SIZES[element_type]
 
 
-def tensor_bytes(tensor: "Tensor", element_type: ElementType) -> memoryview:
+def tensor_bytes(tensor: "Tensor", element_type: str) -> memoryview:
     """Returns the tensor's bytes, [number of bytes].
 
     They share the tensor's memory where it needs neither conversion nor a copy to the host.

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from treadle.policy.client.commands import Specs
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import ElementType, TensorSpec
 from treadle.policy.config.weight_sync import (
@@ -24,9 +23,11 @@ from treadle.policy.config.weight_sync import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.delta import DeltaPublisher
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
+from treadle.policy.weight_sync.payload import specs_of
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.policy.weight_sync.transports.collective import CollectivePublisher
 from treadle.policy.weight_sync.transports.file import publish_files, send_files
@@ -97,7 +98,8 @@ class WeightPublisher:
         """
         started = time.perf_counter()
         if not self._specs:
-            self._specs = (await self._policy.call(Specs()))[0]
+            response = (await self._policy.call(weights_pb.GetWeightSpecsRequest()))[0]
+            self._specs = specs_of(response)
         update_round = UpdateRound(
             version=version,
             policy=self._policy,

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from treadle.policy.v1 import weights_service_pb2 as pb
+
 if TYPE_CHECKING:
     from treadle.agent_loop.rpc import ChannelSecurity
 
@@ -43,4 +45,23 @@ class ServerSecurity:
             root_certificates=None if self.roots is None else self.roots.read_bytes(),
             server_name=self.server_name,
             token=None if self.token is None else self.token.read_text().strip(),
+        )
+
+    def message(self) -> pb.ServerSecurity:
+        """Returns what a rank is given."""
+        return pb.ServerSecurity(
+            tls=self.tls,
+            roots="" if self.roots is None else str(self.roots),
+            server_name=self.server_name or "",
+            token_file="" if self.token is None else str(self.token),
+        )
+
+    @classmethod
+    def of(cls, message: pb.ServerSecurity) -> "ServerSecurity":
+        """Returns what a rank was given."""
+        return cls(
+            tls=message.tls,
+            roots=Path(message.roots) if message.roots else None,
+            server_name=message.server_name or None,
+            token=Path(message.token_file) if message.token_file else None,
         )

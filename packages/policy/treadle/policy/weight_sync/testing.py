@@ -11,21 +11,16 @@ import grpc
 import grpc.aio
 import torch
 from google.protobuf import any_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 from safetensors.torch import load_file
 
-from treadle.policy.client.commands import (
-    Command,
-    ComputeDelta,
-    Push,
-    PushSharedMemory,
-    Specs,
-    WriteFiles,
-)
 from treadle.policy.client.types import NamedTensor, TensorSpec
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.delta import DeltaSender
+from treadle.policy.weight_sync.payload import specs_response
 from treadle.policy.weight_sync.transports.file import write_files
 from treadle.policy.weight_sync.transports.inline import push
 from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
@@ -57,24 +52,24 @@ class Weights:
         for name, tensor in self.tensors.items():
             yield NamedTensor(name=name, tensor=tensor)
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         """As `PolicyGroup.call`."""
-        match command:
-            case Specs():
-                return [self.weight_specs()]
-            case ComputeDelta():
-                return [await asyncio.to_thread(self.delta.compute, self, command, rank=0)]
-            case Push(delta=True):
-                return [await asyncio.to_thread(self.delta.push, self, command, rank=0)]
-            case Push():
-                return [await asyncio.to_thread(push, self, command, rank=0)]
-            case WriteFiles(base_version=int()):
-                return [await asyncio.to_thread(self.delta.write, self, command, rank=0)]
-            case WriteFiles():
-                return [await asyncio.to_thread(write_files, self, command, rank=0)]
-            case PushSharedMemory():
-                return [await asyncio.to_thread(self.sender.push, self, command, rank=0)]
-        raise NotImplementedError(command)
+        match request:
+            case weights_pb.GetWeightSpecsRequest():
+                return [specs_response(self.weight_specs())]
+            case weights_pb.ComputeDeltaRequest():
+                return [await asyncio.to_thread(self.delta.compute, self, request, rank=0)]
+            case weights_pb.PushRequest(delta=True):
+                return [await asyncio.to_thread(self.delta.push, self, request, rank=0)]
+            case weights_pb.PushRequest():
+                return [await asyncio.to_thread(push, self, request, rank=0)]
+            case weights_pb.WriteFilesRequest() if request.HasField("base_version"):
+                return [await asyncio.to_thread(self.delta.write, self, request, rank=0)]
+            case weights_pb.WriteFilesRequest():
+                return [await asyncio.to_thread(write_files, self, request, rank=0)]
+            case weights_pb.PushSharedMemoryRequest():
+                return [await asyncio.to_thread(self.sender.push, self, request, rank=0)]
+        raise NotImplementedError(request)
 
 
 class FakeServer(pb_grpc.WeightSyncServiceServicer):

@@ -138,9 +138,13 @@ def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter:
 async def _convert(
     config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool
 ) -> None:
-    from treadle.policy.client.commands import Load, SaveAdapter, SaveHf
     from treadle.policy.client.group import PolicyGroup
     from treadle.policy.config.policy import ParallelConfig
+    from treadle.policy.v1.checkpoint_service_pb2 import (
+        LoadRequest,
+        SaveAdapterRequest,
+        SaveHfRequest,
+    )
     from treadle.trainer.launch.environment import cpu_count
     from treadle.trainer.launch.local import LocalLauncher
     from treadle.trainer.launch.policy_ranks import rank_starter
@@ -160,8 +164,9 @@ async def _convert(
                 start_deadline_s=config.launch.start_deadline_s,
             )
         )
-        await policy.call(Load(directory=checkpoint.policy_directory.absolute()))
-        await policy.call(SaveAdapter(directory=out) if adapter else SaveHf(directory=out))
+        await policy.call(LoadRequest(directory=str(checkpoint.policy_directory.absolute())))
+        save = SaveAdapterRequest if adapter else SaveHfRequest
+        await policy.call(save(directory=str(out)))
 
 
 def _add_model_card(

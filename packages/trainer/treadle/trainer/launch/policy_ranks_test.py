@@ -10,18 +10,19 @@ from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from treadle.policy.client.commands import Save, Specs, Update, UpdateStats
 from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.policy.client.process import wait_until_ended
 from treadle.policy.client.signs_of_life import Silence
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
-from treadle.policy.rank.driver_connection import connect_to_rank
+from treadle.policy.config.settings import to_json
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1.checkpoint_service_pb2 import SaveRequest
+from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
 from treadle.trainer.launch.local import LocalLauncher, LocalProcess
 from treadle.trainer.launch.policy_ranks import rank_starter
 from treadle.trainer.launch.process import ProcessSpec
@@ -118,7 +119,7 @@ async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_i
         logger.addHandler(handler)
         os.kill(pid, signal.SIGSTOP)
         try:
-            assert await group.call(Specs())
+            assert await group.call(GetWeightSpecsRequest())
         finally:
             os.kill(pid, signal.SIGCONT)
             logger.removeHandler(handler)
@@ -126,14 +127,14 @@ async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_i
         with launcher.processes["policy-0"].log_path.open("a") as log:
             log.write("what the rank said last\n")
         with pytest.raises(PolicyError, match=r"(?s)1 of 2 .*Traceback") as failed:
-            await group.call(_update(half))
+            await group.call(_UPDATE, half)
     assert not failed.value.from_input
     text = str(failed.value)
     assert text.startswith(f"policy rank 0 (pid {pid} on {platform.node()}) failed: ")
     assert text.count("Traceback") == 1
     end = text.partition("\nIts log ends with:\n")[2]
     assert "what the rank said last" in end and end.endswith("failed\n(this traceback)")
-    assert "no answer to Specs for 0.05 s: policy rank 0 is at " in handler.said[0]
+    assert "no answer to GetWeightSpecs for 0.05 s: policy rank 0 is at " in handler.said[0]
     assert f"policy rank 0 (pid {pid} on " in handler.said[-1]
     assert ") has given no sign of life for " in handler.said[-1]
 
@@ -167,7 +168,7 @@ async def test_a_rank_without_a_sign_of_life_is_dead_and_named(
         os.kill(pid, signal.SIGSTOP)
         await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
         with pytest.raises(PolicyError) as error:
-            await group.call(_update())
+            await group.call(_UPDATE, _sequences())
     text = str(error.value)
     assert f"policy rank 1 (pid {pid} on {platform.node()}) stands still: it was given " in text
     assert re.search(r"it was given Update \d\S* s ago, and has given no sign of life", text)
@@ -190,7 +191,7 @@ async def test_ranks_that_wait_for_each_other_for_ever_live_until_the_limit_of_t
         await _check_that_ranks_answer_alike(group)
         began = asyncio.get_running_loop().time()
         with pytest.raises(PolicyError, match=r"policy rank 0 \(pid .*\) failed: ") as error:
-            await group._exchange([_update(), None])
+            await group._exchange([SaveRequest(directory=str(tmp_path / "checkpoint")), None])
         assert asyncio.get_running_loop().time() - began >= limits["collective_timeout_s"]
     assert "policy.collective_timeout_s=15" in str(error.value)
 
@@ -207,17 +208,15 @@ def _sequences() -> tuple[TrainSequence, ...]:
     )
 
 
-def _update(sequences: tuple[TrainSequence, ...] | None = None) -> Update:
-    return Update(sequences=sequences or _sequences(), algorithm=AlgorithmConfig(), temperature=1.0)
+_UPDATE = pb.UpdateRequest(algorithm=to_json(AlgorithmConfig()), temperature=1.0)
 
 
 async def _check_that_ranks_answer_alike(group: PolicyGroup) -> None:
     """For two ranks; each way to split a model over them is that of one test here."""
-    first, second = await group.call(_update())
-    assert isinstance(first, UpdateStats)
+    first, second = await group.call(_UPDATE, _sequences())
     assert first.steps[0].loss == second.steps[0].loss
     assert first.steps[0].num_computed == 4
-    assert len({len(specs) for specs in await group.call(Specs())}) == 1
+    assert len({len(r.specs) for r in await group.call(GetWeightSpecsRequest())}) == 1
 
 
 @pytest.mark.asyncio
@@ -227,7 +226,7 @@ async def test_a_killed_rank_is_named(tmp_path: Path, model_path: Path) -> None:
         await _check_that_ranks_answer_alike(group)
         os.kill(launcher.processes["policy-1"].pid, signal.SIGKILL)
         with pytest.raises(PolicyError, match="policy rank 1 was ended by SIGKILL on node"):
-            await group.call(_update())
+            await group.call(_UPDATE, _sequences())
     assert await wait_until_ended(launcher.processes["policy-0"], 0) is not None
 
 
@@ -239,7 +238,7 @@ async def test_what_a_rank_cannot_write_is_the_users_to_mend(
     (tmp_path / "file").write_text("")
     async with _group(tmp_path, model_path) as (group, _):
         with pytest.raises(PolicyError) as error:
-            await group.call(Save(directory=tmp_path / "file" / "checkpoint"))
+            await group.call(SaveRequest(directory=str(tmp_path / "file" / "checkpoint")))
     assert error.value.from_input
     assert "checkpoint" in str(error.value)
 
@@ -276,13 +275,15 @@ async def test_a_rank_that_ends_before_the_driver_has_reached_it_is_named(
 async def test_a_rank_that_ends_before_its_first_sign_of_life_is_named(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def connect_and_kill(*address: Any, **limits: Any) -> Any:
-        connection = connect_to_rank(*address, **limits)
-        sign = connection.recv()  # the driver finds none
-        os.kill(sign.pid, signal.SIGKILL)
-        return connection
+    ready = LocalProcess.ready
 
-    monkeypatch.setattr("treadle.policy.client.group.connect_to_rank", connect_and_kill)
+    async def ready_and_stopped(process: LocalProcess, deadline_s: float) -> str:
+        address = await ready(process, deadline_s)
+        os.kill(process.pid, signal.SIGSTOP)  # its machine takes the connection all the same
+        asyncio.get_running_loop().call_later(0.2, os.kill, process.pid, signal.SIGKILL)
+        return address
+
+    monkeypatch.setattr(LocalProcess, "ready", ready_and_stopped)
     with pytest.raises(PolicyError, match="policy rank 0 was ended by SIGKILL"):
         async with asyncio.timeout(50), _group(tmp_path, model_path):
             raise AssertionError("there is no rank")

@@ -35,7 +35,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.config.launch import RayLaunchConfig
 from treadle.trainer.launch.local import KILLED_S, LocalProcess, describe_exit, read_tail
 from treadle.trainer.launch.process import (
@@ -44,7 +43,7 @@ from treadle.trainer.launch.process import (
     ProcessSpec,
     child_python_path,
 )
-from treadle.trainer.launch.run_tls import run_tls, write_private
+from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
 
 __all__ = ["RayLauncher", "RayProcess", "gpus_of_nodes"]
 

@@ -12,15 +12,9 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.policy.client.commands import (
-    FineTune,
-    Load,
-    LogprobSums,
-    Save,
-    SaveHf,
-    UpdateStats,
-)
 from treadle.policy.client.group import PolicyError, PolicyGroup
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest, SaveRequest
 from treadle.trainer.checkpoint.begin_or_resume import (
     check_steps_left,
     find_resume_point,
@@ -157,11 +151,11 @@ async def _train(
             with_reference=False,
             own_devices=bool(gpus or devices),
             start_deadline_s=config.launch.start_deadline_s,
-            tls=launcher.tls,
+            tls=None if launcher.tls is None else launcher.tls.directory,
         )
         async with policy:
             if load is not None:
-                await policy.call(Load(directory=load))
+                await policy.call(LoadRequest(directory=str(load)))
             if first_step == 1 and run.val is not None and config.schedule.val_before_train:
                 timer = Timer()
                 steps.done(0, {**await steps.validate(policy, timer), **timer.seconds})
@@ -209,10 +203,9 @@ class _Steps:
         config, schedule, timer = self._run.config, self._run.config.schedule, Timer()
         with timer.phase("train"), self._progress.phase("train"):
             batch = batch_of([self._run.train.examples[row] for row in self._order.batch(step)])
-            command = FineTune(sequences=batch, aggregation=config.algorithm.loss_aggregation)
-            stats = (await policy.call(command))[0]
-        assert isinstance(stats, UpdateStats)
-        if stats.broken is not None:
+            request = pb.FineTuneRequest(aggregation=config.algorithm.loss_aggregation)
+            stats: pb.FineTuneResponse = (await policy.call(request, batch))[0]
+        if stats.broken:
             raise PolicyError(broken_policy(step, stats, self._checkpoints.last_good))
         metrics = _metrics(stats) | {
             "data/epoch": float(self._order.epoch(step)),
@@ -233,7 +226,7 @@ class _Steps:
     async def validate(self, policy: PolicyGroup, timer: Timer) -> dict[str, float]:
         """Returns the loss on the held-out conversations, per token."""
         with timer.phase("validate"), self._progress.phase("validate"):
-            sums = (await policy.call(LogprobSums(sequences=self._val)))[0]
+            sums = (await policy.call(pb.LogprobSumsRequest(), self._val))[0].sums
         tokens = sum(sequence.num_loss_tokens for sequence in self._val)
         return {VAL_LOSS: -math.fsum(sums) / tokens}
 
@@ -250,14 +243,14 @@ class _Steps:
         self, policy: PolicyGroup, step: int, metrics: dict[str, float], *, with_hf: bool
     ) -> None:
         async def write(directory: Path) -> None:
-            await policy.call(Save(directory=directory / POLICY))
+            await policy.call(SaveRequest(directory=str(directory / POLICY)))
             if with_hf:
-                await policy.call(SaveHf(directory=directory / HF))
+                await policy.call(SaveHfRequest(directory=str(directory / HF)))
 
         await self._checkpoints.save(step, metrics, write)
 
 
-def _metrics(stats: UpdateStats) -> dict[str, float]:
+def _metrics(stats: pb.FineTuneResponse) -> dict[str, float]:
     (update,) = stats.steps
     return {
         TRAIN_LOSS: update.loss,

@@ -15,9 +15,9 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
 from treadle.policy.algorithms.estimators import find_estimator
 from treadle.policy.algorithms.reward_kl import coefficient_after
-from treadle.policy.client.commands import Load, LoadCritic
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.config.weight_sync import FileTransportConfig
+from treadle.policy.v1.checkpoint_service_pb2 import LoadCriticRequest, LoadRequest
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoint, Checkpoints
@@ -132,9 +132,9 @@ async def build_context(
         async def start_policy() -> None:
             await stack.enter_async_context(policy)
             if checkpoint is not None:
-                await policy.call(Load(directory=checkpoint.policy_directory))
+                await policy.call(LoadRequest(directory=str(checkpoint.policy_directory)))
                 if config.algorithm.needs_critic:
-                    await policy.call(LoadCritic(directory=checkpoint.critic_directory))
+                    await policy.call(LoadCriticRequest(directory=str(checkpoint.critic_directory)))
 
         with progress.phase("start"):
             if offloaded:  # the servers measure what is free of their devices, and take it
@@ -292,7 +292,7 @@ def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
         own_devices=bool(gpus or devices),
         start_deadline_s=config.launch.start_deadline_s,
         critic=config.used_critic,
-        tls=launcher.tls,
+        tls=None if launcher.tls is None else launcher.tls.directory,
     )
 
 

@@ -17,22 +17,13 @@ from typing import Literal
 from treadle.agent_loop import AgentTask, Trajectory
 from treadle.policy.algorithms.estimators import FoundEstimator
 from treadle.policy.algorithms.reward_kl import Charges
-from treadle.policy.client.commands import (
-    MeasuredReference,
-    MeasureReference,
-    OffloadReport,
-    ReportOffload,
-    ReportTime,
-    Save,
-    SaveCritic,
-    SaveHf,
-    Update,
-    UpdateCritic,
-    UpdateStats,
-    Values,
-)
+from treadle.policy.client.batch import of_loss_tokens
 from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.policy.client.types import TokenValues, TrainSequence
+from treadle.policy.config.settings import to_json
+from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
+from treadle.policy.v1 import rank_service_pb2 as rank_pb
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.tracing import FinishedSpan, SpanHandle, span
 from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
@@ -345,14 +336,14 @@ class TrainingContext:
             PolicyError: A policy rank failed.
         """
         with self.progress.phase("kl"):
-            command = MeasureReference(
-                sequences=survivors.sequences,
-                algorithm=self.config.algorithm,
+            request = pb.MeasureReferenceRequest(
+                algorithm=to_json(self.config.algorithm),
                 temperature=self.config.rollout.temperature,
             )
-            measured = (await self.policy.call(command))[0]
-        assert isinstance(measured, MeasuredReference)
-        charges = Charges.of(survivors.sequences, measured.kl, self.kl_coef)
+            measured: pb.MeasureReferenceResponse
+            measured = (await self.policy.call(request, survivors.sequences))[0]
+        kl = of_loss_tokens(survivors.sequences, measured.kl)
+        charges = Charges.of(survivors.sequences, kl, self.kl_coef)
         return survivors.with_logprobs(measured), charges
 
     async def with_values(self, survivors: Survivors) -> Survivors:
@@ -362,19 +353,19 @@ class TrainingContext:
             PolicyError: A policy rank failed.
         """
         with self.progress.phase("values"):
-            values = (await self.policy.call(Values(sequences=survivors.sequences)))[0]
-        assert isinstance(values, tuple)
-        return survivors.with_values(values)
+            responses = await self.policy.call(pb.ValuesRequest(), survivors.sequences)
+        return survivors.with_values(of_loss_tokens(survivors.sequences, responses[0].values))
 
-    async def update_critic(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
+    async def update_critic(
+        self, step: int, sequences: Sequence[TrainSequence]
+    ) -> pb.UpdateCriticResponse:
         """Runs the critic's optimizer steps of one batch.
 
         Raises:
             PolicyError: A policy rank failed, or the critic is not finite afterwards.
         """
-        command = UpdateCritic(
-            sequences=tuple(sequences),
-            algorithm=self.config.algorithm,
+        request = pb.UpdateCriticRequest(
+            algorithm=to_json(self.config.algorithm),
             epochs=self.config.critic.epochs or self.config.algorithm.epochs,
             free_memory=self.memory_offload is not None,
         )
@@ -382,24 +373,24 @@ class TrainingContext:
             self.progress.phase("critic"),
             self._span("update", step, model="critic", sequences=len(sequences)) as trace,
         ):
-            stats = (await self.policy.call(command))[0]
-            assert isinstance(stats, UpdateStats)
-            if stats.broken is not None:
+            stats: pb.UpdateCriticResponse = (await self.policy.call(request, sequences))[0]
+            if stats.broken:
                 lower, good = "critic.optimizer.lr", self.checkpoints.last_good
                 raise PolicyError(broken_policy(step, stats, good, lower=lower))
             if trace.recording:
                 trace.set(output=critic_metrics(stats))
         return stats
 
-    async def update_policy(self, step: int, sequences: Sequence[TrainSequence]) -> UpdateStats:
+    async def update_policy(
+        self, step: int, sequences: Sequence[TrainSequence]
+    ) -> pb.UpdateResponse:
         """Runs the optimizer steps of one batch.
 
         Raises:
             PolicyError: A policy rank failed, or the policy is not finite afterwards.
         """
-        command = Update(
-            sequences=tuple(sequences),
-            algorithm=self.config.algorithm,
+        request = pb.UpdateRequest(
+            algorithm=to_json(self.config.algorithm),
             temperature=self.config.rollout.temperature,
             free_memory=self.memory_offload is not None,
         )
@@ -407,9 +398,8 @@ class TrainingContext:
             self.progress.phase("train"),
             self._span("update", step, model="policy", sequences=len(sequences)) as trace,
         ):
-            stats = (await self.policy.call(command))[0]
-            assert isinstance(stats, UpdateStats)
-            if stats.broken is not None:
+            stats: pb.UpdateResponse = (await self.policy.call(request, sequences))[0]
+            if stats.broken:
                 raise PolicyError(broken_policy(step, stats, self.checkpoints.last_good))
             if trace.recording:
                 trace.set(output=update_metrics(stats))
@@ -453,7 +443,8 @@ class TrainingContext:
         """
         if not self.config.policy.offload.names:
             return {}
-        reports: Sequence[OffloadReport] = await self.policy.call(ReportOffload())
+        reports: Sequence[rank_pb.ReportOffloadResponse]
+        reports = await self.policy.call(rank_pb.ReportOffloadRequest())
         return {
             "offload/release_s": max(report.release_s for report in reports),
             "offload/restore_s": max(report.restore_s for report in reports),
@@ -470,7 +461,8 @@ class TrainingContext:
         Raises:
             PolicyError: A policy rank failed.
         """
-        reports = await self.policy.call(ReportTime())
+        responses = await self.policy.call(rank_pb.ReportTimeRequest())
+        reports = [response.seconds for response in responses]
         shares = {**await self.server_shares.take(phases), **rank_shares(reports, phases)}
         self.busy = {**self.server_shares.busy, **ranks_busy(reports)}
         return shares
@@ -500,11 +492,12 @@ class TrainingContext:
         """Writes the model of the checkpoint, also as a Hugging Face directory if wanted."""
 
         async def write(directory: Path) -> None:
-            await self.policy.call(Save(directory=directory / POLICY))
+            call = self.policy.call
+            await call(checkpoint_pb.SaveRequest(directory=str(directory / POLICY)))
             if self.config.algorithm.needs_critic:
-                await self.policy.call(SaveCritic(directory=directory / CRITIC))
+                await call(checkpoint_pb.SaveCriticRequest(directory=str(directory / CRITIC)))
             if with_hf:
-                await self.policy.call(SaveHf(directory=directory / HF))
+                await call(checkpoint_pb.SaveHfRequest(directory=str(directory / HF)))
 
         with self.progress.phase("save"):
             await self.checkpoints.write_model(step, write)

@@ -35,8 +35,9 @@ from treadle.agent_loop import (
 )
 from treadle.policy.algorithms.advantages import Floats, Outcomes, PerToken
 from treadle.policy.algorithms.estimators import FoundEstimator
-from treadle.policy.client.commands import MeasuredReference
+from treadle.policy.client.batch import of_loss_tokens
 from treadle.policy.client.types import TrainSequence
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.trainer.report.failures import causes as causes_of
 
 __all__ = [
@@ -172,17 +173,17 @@ class Survivors:
     sequences: tuple[TrainSequence, ...]
     causes: tuple[str, ...]
 
-    def with_logprobs(self, measured: MeasuredReference) -> Survivors:
+    def with_logprobs(self, measured: pb.MeasureReferenceResponse) -> Survivors:
         """Returns them with the log-probabilities that were measured for the update."""
         sequences = self.sequences
-        if measured.old_logprobs is not None:
+        if measured.HasField("old_logprobs"):
+            old = of_loss_tokens(sequences, measured.old_logprobs)
             sequences = tuple(
-                replace(s, old_logprobs=each)
-                for s, each in zip(sequences, measured.old_logprobs, strict=True)
+                replace(s, old_logprobs=each) for s, each in zip(sequences, old, strict=True)
             )
         found = replace(self, sequences=sequences)
-        if measured.ref_logprobs is not None:
-            found = found.with_reference(measured.ref_logprobs)
+        if measured.HasField("ref_logprobs"):
+            found = found.with_reference(of_loss_tokens(sequences, measured.ref_logprobs))
         return found
 
     def with_reference(self, logprobs: Sequence[FloatArray]) -> Survivors:

@@ -2,20 +2,20 @@
 
 from pathlib import Path
 
-from treadle.policy.client.commands import UpdateStats
+from treadle.policy.v1 import training_service_pb2 as pb
 
 __all__ = ["broken_policy", "critic_metrics", "update_metrics"]
 
 
-def update_metrics(stats: UpdateStats) -> dict[str, float]:
+def update_metrics(stats: pb.UpdateResponse) -> dict[str, float]:
     """Returns means over the optimizer steps that have the number, and sums of counts.
 
     The difference between engine and trainer, `rollout/*`, is taken before the batch has moved the
     policy: later optimizer steps also show what the batch itself has changed.
     """
     steps = stats.steps
-    before = steps[0].metrics if stats.mismatch is None else stats.mismatch
-    metrics = {name: value for name, value in before.items() if _is_mismatch(name)}
+    before = stats.mismatch or steps[0].metrics
+    metrics = {name: value for name, value in sorted(before.items()) if _is_mismatch(name)}
     for name in sorted({name for step in steps for name in step.metrics}):
         if not _is_mismatch(name):
             values = [step.metrics[name] for step in steps if name in step.metrics]
@@ -38,13 +38,13 @@ def _is_mismatch(name: str) -> bool:
     return name.startswith("rollout/")
 
 
-def critic_metrics(stats: UpdateStats) -> dict[str, float]:
+def critic_metrics(stats: pb.UpdateCriticResponse) -> dict[str, float]:
     """Returns means over the critic's optimizer steps, and sums of counts."""
     steps = stats.steps
     return {
         **{
             name: sum(step.metrics[name] for step in steps) / len(steps)
-            for name in steps[0].metrics
+            for name in sorted(steps[0].metrics)
         },
         "critic/vf_loss": sum(step.loss for step in steps) / len(steps),
         "critic/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
@@ -55,7 +55,11 @@ def critic_metrics(stats: UpdateStats) -> dict[str, float]:
 
 
 def broken_policy(
-    step: int, stats: UpdateStats, kept: Path | None, *, lower: str = "policy.optimizer.lr"
+    step: int,
+    stats: pb.UpdateResponse | pb.UpdateCriticResponse | pb.FineTuneResponse,
+    kept: Path | None,
+    *,
+    lower: str = "policy.optimizer.lr",
 ) -> str:
     """Says which update broke the policy; later ones have no finite gradient.
 

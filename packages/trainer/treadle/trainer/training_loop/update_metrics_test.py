@@ -1,10 +1,9 @@
-from treadle.policy.client.commands import UpdateStats
-from treadle.policy.client.types import StepStats
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.trainer.training_loop.update_metrics import update_metrics
 
 
-def _step(loss: float, **metrics: float) -> StepStats:
-    return StepStats(
+def _step(loss: float, **metrics: float) -> pb.StepStats:
+    return pb.StepStats(
         step=1,
         loss=loss,
         grad_norm=1.0,
@@ -27,7 +26,7 @@ def test_updates_are_averaged_over_those_that_have_the_number() -> None:
         _step(2.0, actor__entropy=0.5, rollout__kl=0.1),
         _step(3.0, actor__entropy=1.5, rollout__kl=0.9),
     )
-    metrics = update_metrics(UpdateStats(steps=steps, broken=None, logprobs_s=0.0))
+    metrics = update_metrics(pb.UpdateResponse(steps=steps))
     assert metrics["actor/loss"] == 2.0
     assert metrics["actor/entropy"] == 1.0
     assert (metrics["tokens/trained"], metrics["tokens/computed"]) == (30, 18)
@@ -35,11 +34,9 @@ def test_updates_are_averaged_over_those_that_have_the_number() -> None:
 
 def test_the_mismatch_is_that_before_the_batch_moved_the_policy() -> None:
     first, second = _step(1.0, rollout__kl=0.1), _step(2.0, rollout__kl=0.9)
-    alone = UpdateStats(steps=(first, second), broken=None, logprobs_s=0.0)
+    alone = pb.UpdateResponse(steps=(first, second))
     assert update_metrics(alone)["rollout/kl"] == 0.1
-    later = UpdateStats(steps=(_step(1.0), second), broken=None, logprobs_s=0.0)
+    later = pb.UpdateResponse(steps=(_step(1.0), second))
     assert "rollout/kl" not in update_metrics(later)
-    whole = UpdateStats(
-        steps=(first, second), broken=None, logprobs_s=0.0, mismatch={"rollout/kl": 0.2}
-    )
+    whole = pb.UpdateResponse(steps=(first, second), mismatch={"rollout/kl": 0.2})
     assert update_metrics(whole)["rollout/kl"] == 0.2

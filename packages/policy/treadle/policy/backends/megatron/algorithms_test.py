@@ -10,10 +10,10 @@ import torch
 from treadle.policy.algorithms.choose_loss import BUILT_IN
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
-from treadle.policy.client.commands import UpdateStats
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.policy.rank.train_batch import run_update
+from treadle.policy.v1 import training_service_pb2 as pb
 
 Weights = dict[str, torch.Tensor]
 
@@ -27,7 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def update(
     folder: Path, algorithm: AlgorithmConfig, *, micro_batch_tokens: int
-) -> tuple[UpdateStats, Weights]:
+) -> tuple[pb.UpdateResponse, Weights]:
     """Trains on one batch: two epochs of two mini-batches, at rates that move the ratios."""
     batch = [replace(s, trajectory=0 if i < 2 else None) for i, s in enumerate(sequences())]
     # See parallel_test: with eps = 1 parameters compare as gradients do.

@@ -64,8 +64,7 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import LossOutput
-    from treadle.policy.client.commands import OffloadReport
-    from treadle.policy.client.types import TrainSequence
+    from treadle.policy.client.types import OffloadReport, TrainSequence
     from treadle.policy.config.policy import PolicyConfig
 
 

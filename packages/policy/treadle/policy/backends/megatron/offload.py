@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 import torch
 from torch import Tensor, UntypedStorage
 
-from treadle.policy.client.commands import OffloadReport
+from treadle.policy.client.types import OffloadReport
 from treadle.policy.rank.rank_time import spent_on
 
 if TYPE_CHECKING:

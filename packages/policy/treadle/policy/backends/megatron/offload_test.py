@@ -8,28 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import Message
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.backends.megatron.offload import Offload
 from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
 from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
-from treadle.policy.client.commands import (
-    Command,
-    InitModel,
-    Load,
-    LoadCritic,
-    MeasureReference,
-    ReportOffload,
-    Save,
-    SaveCritic,
-    SaveHf,
-    Stop,
-    Update,
-    UpdateCritic,
-    UpdateStats,
-    Values,
-    WriteFiles,
-)
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import LOSS_NAMES, AlgorithmConfig, RewardKlConfig
 from treadle.policy.config.critic import CriticConfig
@@ -40,8 +24,14 @@ from treadle.policy.config.policy import (
     ParallelConfig,
     PolicyConfig,
 )
+from treadle.policy.config.settings import to_json
 from treadle.policy.rank.rank import PolicyRank
+from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
+from treadle.policy.v1 import rank_service_pb2 as rank_pb
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1.weights_service_pb2 import WriteFilesRequest
 
+Asked = tuple[Message, Sequence[TrainSequence]]
 EVERYTHING = OffloadConfig(parameters=True, optimizer=True, reference=True)
 TWICE = AlgorithmConfig(mini_batches=2)
 KEPT = AlgorithmConfig(kl_coef=0.1, reward_kl=RewardKlConfig(coef=0.1))
@@ -59,21 +49,24 @@ def config(offload: OffloadConfig | None = None, **settings: Any) -> PolicyConfi
     return PolicyConfig(**(given | settings), offload=offload or OffloadConfig())
 
 
-def update(step: int, algorithm: AlgorithmConfig = TWICE) -> Update:
-    return Update(sequences=tuple(sequences(seed=step)), algorithm=algorithm, temperature=1.0)
+def update(step: int, algorithm: AlgorithmConfig = TWICE) -> Asked:
+    request = pb.UpdateRequest(algorithm=to_json(algorithm), temperature=1.0)
+    return request, sequences(seed=step)
 
 
-def init(folder: Path, settings: PolicyConfig, **given: Any) -> InitModel:
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "local_rank": 0}
-    alone |= {"master_addr": "127.0.0.1", "master_port": 0, "with_reference": False}
-    return InitModel(**(alone | given), config=settings, model_path=folder)
+def init(folder: Path, settings: PolicyConfig, **given: Any) -> Asked:
+    request = rank_pb.InitializeRequest(
+        policy=to_json(settings), model_path=str(folder), world_size=1, **given
+    )
+    return request, ()
 
 
-def untimed(answer: object) -> object:
-    if isinstance(answer, UpdateStats):
-        steps = tuple(replace(step, time_s=0.0) for step in answer.steps)
-        return replace(answer, steps=steps, logprobs_s=0.0)
-    return answer
+def untimed(response: Message) -> Message:
+    for step in getattr(response, "steps", ()):
+        step.time_s = 0.0
+    if isinstance(response, pb.UpdateResponse):
+        response.logprobs_s = 0.0
+    return response
 
 
 def on_the_device(rank: PolicyRank) -> int:
@@ -90,19 +83,18 @@ def on_the_device(rank: PolicyRank) -> int:
     return total
 
 
-def answers(commands: Sequence[Command]) -> list[object]:
-    """Executes the commands in this process, as a rank."""
+def answers(asked: Sequence[Asked], *, away: bool) -> list[Message]:
+    """Executes requests in this process, as a rank; `away`: everything leaves the device."""
     rank = PolicyRank("127.0.0.1")
-    away = commands[0].config.offload == EVERYTHING if isinstance(commands[0], InitModel) else False
     result = []
     try:
-        for command in commands:
-            result.append(untimed(rank.execute(command)))
-            assert (on_the_device(rank) == 0) is away, type(command)
-        report = rank.execute(ReportOffload())
-        assert (report.host_bytes > 0) is away  # type: ignore[attr-defined]
+        for request, batch in asked:
+            result.append(untimed(rank.execute(request, batch)))
+            assert (on_the_device(rank) == 0) is away, type(request)
+        report: Any = rank.execute(rank_pb.ReportOffloadRequest())
+        assert (report.host_bytes > 0) is away
     finally:
-        rank.execute(Stop())
+        rank.execute(rank_pb.StopRequest())
     return result
 
 
@@ -112,17 +104,18 @@ def test_every_loss_trains_as_without_offload(
 ) -> None:
     """The reference is the model of the start, in host memory."""
 
-    def life(place: Path, offload: OffloadConfig | None) -> list[object]:
+    def life(place: Path, offload: OffloadConfig | None) -> list[Message]:
         steps = [
             update(number, AlgorithmConfig(loss=loss, mini_batches=2, kl_coef=0.1))
             for number, loss in enumerate(losses)
         ]
         start = init(folder, config(offload, dtype=dtype), with_reference=True)
-        return answers([start, *steps, SaveHf(directory=place)])
+        save = checkpoint_pb.SaveHfRequest(directory=str(place))
+        return answers([start, *steps, (save, ())], away=offload is not None)
 
     want, got = life(tmp_path / "without", None), life(tmp_path / "with", EVERYTHING)
     assert got == want
-    assert all(isinstance(each, UpdateStats) and not each.broken for each in got[1:-1])
+    assert all(isinstance(each, pb.UpdateResponse) and not each.broken for each in got[1:-1])
     assert_same(tmp_path, "model.safetensors")
 
 
@@ -141,31 +134,36 @@ def test_critic_reference_and_resume_are_as_without_offload(
         for s in sequences(seed=5)
     ]
 
-    def life(place: Path, offload: OffloadConfig | None) -> list[object]:
+    def life(place: Path, offload: OffloadConfig | None) -> list[Message]:
         start = init(
             folder,
             config(offload, dtype="bfloat16", lora=LoraConfig(rank=lora)),
             with_reference=True,
-            reference_path=tmp_path / "other",
-            critic=CriticConfig(),
+            reference_path=str(tmp_path / "other"),
+            critic=to_json(CriticConfig()),
         )
-        batch = tuple(sequences(seed=1))
-        teach = UpdateCritic(sequences=tuple(targets), algorithm=TWICE, epochs=1)
-        more: list[Command] = [
-            MeasureReference(sequences=batch, algorithm=KEPT, temperature=1.0),
+        batch = sequences(seed=1)
+        teach: Asked = pb.UpdateCriticRequest(algorithm=to_json(TWICE), epochs=1), targets
+        a, b, hf = (str(place / name) for name in ("a", "b", "hf"))
+        # The checksums tell what was written.
+        write = WriteFilesRequest(directory=str(place), element_type="float32", version=1)
+        more: list[Asked] = [
+            (pb.MeasureReferenceRequest(algorithm=to_json(KEPT), temperature=1.0), batch),
             update(3, KEPT),
             teach,
-            Values(sequences=batch),
-            WriteFiles(directory=place, element_type="float32", version=1),  # tells checksums
+            (pb.ValuesRequest(), batch),
+            (write, ()),
         ]
-        first: list[Command] = [start, teach, update(2, KEPT)]
-        first += [Save(directory=place / "a"), SaveCritic(directory=place / "b")]
-        first += [SaveHf(directory=place / "hf"), *more]
+        first = [start, teach, update(2, KEPT)]
+        first += [(checkpoint_pb.SaveRequest(directory=a), ())]
+        first += [(checkpoint_pb.SaveCriticRequest(directory=b), ())]
+        first += [(checkpoint_pb.SaveHfRequest(directory=hf), ()), *more]
         place.mkdir()
-        resumed: list[Command] = [start, Load(directory=place / "a")]
-        resumed += [LoadCritic(directory=place / "b"), *more]
-        went_on = answers(first)
-        assert answers(resumed)[-len(more) :] == went_on[-len(more) :]
+        resumed = [start, (checkpoint_pb.LoadRequest(directory=a), ())]
+        resumed += [(checkpoint_pb.LoadCriticRequest(directory=b), ()), *more]
+        away = offload is not None
+        went_on = answers(first, away=away)
+        assert answers(resumed, away=away)[-len(more) :] == went_on[-len(more) :]
         return went_on
 
     want, got = life(tmp_path / "without", None), life(tmp_path / "with", EVERYTHING)
@@ -250,14 +248,14 @@ def test_one_part_alone_leaves_the_device(folder: Path) -> None:
     for name in ("parameters", "optimizer"):
         rank = PolicyRank("127.0.0.1")
         settings = config(OffloadConfig.model_validate({name: True}), dtype="bfloat16")
-        rank.execute(init(folder, settings))
-        rank.execute(update(1))
-        report: Any = rank.execute(ReportOffload())
+        rank.execute(*init(folder, settings))
+        rank.execute(*update(1))
+        report: Any = rank.execute(rank_pb.ReportOffloadRequest())
         sizes[name] = report.host_bytes
         assert report.freed_bytes == (3 if name == "parameters" else 1) * report.host_bytes
         assert report.release_s > 0 and report.restore_s > 0
         assert on_the_device(rank) > 0
-        rank.execute(Stop())
+        rank.execute(rank_pb.StopRequest())
     assert sizes["optimizer"] == 6 * sizes["parameters"]  # 12 bytes a weight, and 2
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from treadle.agent_loop import FloatArray
@@ -15,11 +16,12 @@ from treadle.policy.backends.megatron.testing.tiny import (
     sequences,
     write_model,
 )
-from treadle.policy.client.shards import assign, encode, from_frames, to_frames
+from treadle.policy.client.shards import assign, decode, encode
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
+from treadle.policy.v1 import training_service_pb2 as pb
 
 # With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do. With a
 # usual eps, a rounding difference in a gradient near 0 would be blown up to a difference of 2 * lr.
@@ -97,9 +99,10 @@ def train(case: dict[str, Any], models: Path, rendezvous: Any = None) -> dict[st
             return whole
         world = policy.world
         shards = list(encode(whole, assign(whole, world.data), world.data))
-        frames = to_frames(shards[world.data_rank])
-        given = frames if world.leads else [None] * len(frames)
-        return from_frames([world.share(frame) for frame in given]).sequences()
+        shard = shards[world.data_rank]
+        given = [shard.head.SerializeToString(), b"".join(shard.buffers)]
+        head, memory = (world.share(part if world.leads else None) for part in given)
+        return decode(pb.Shard.FromString(bytes(head)), memory)
 
     whole = sequences(case["lengths"])
     batch = dealt(whole)
@@ -207,12 +210,14 @@ def test_parallel_sizes_do_not_change_the_result(
             assert (got.num_tokens, got.num_loss_tokens) == (want.num_tokens, want.num_loss_tokens)
         if "update" in alone:
             of_rank, want = rank["update"], alone["update"]
-            assert of_rank.mismatch == pytest.approx(want.mismatch, abs=2e-5)
-            assert of_rank.tokens.logprobs_M == pytest.approx(want.tokens.logprobs_M, abs=2e-5)
+            assert dict(of_rank.mismatch) == pytest.approx(dict(want.mismatch), abs=2e-5)
+            got, tokens = (np.frombuffer(r.tokens.logprobs, "<f4") for r in (of_rank, want))
+            assert got == pytest.approx(tokens, abs=2e-5)
             # Later steps may differ: rounding makes covariances that are close change places.
-            assert of_rank.steps[0].metrics == pytest.approx(want.steps[0].metrics, abs=2e-5)
-            for got, kl in zip(rank["measured"].kl, alone["measured"].kl, strict=True):
-                assert got == pytest.approx(kl, abs=2e-5)
+            first, wanted = (dict(r.steps[0].metrics) for r in (of_rank, want))
+            assert first == pytest.approx(wanted, abs=2e-5)
+            got, kl = (np.frombuffer(r["measured"].kl, "<f4") for r in (rank, alone))
+            assert got == pytest.approx(kl, abs=2e-5)
     for spec in ranks[0]["specs"]:
         tensor = ranks[spec.sender]["weights"][spec.name]
         assert tensor.shape == spec.shape

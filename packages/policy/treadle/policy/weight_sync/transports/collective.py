@@ -27,11 +27,11 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from treadle.policy.client.commands import Broadcast, BroadcastReport, OpenGroup
-from treadle.policy.client.types import ElementType, NamedTensor
+from treadle.policy.client.types import NamedTensor
 from treadle.policy.config.weight_sync import CollectiveTransportConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.policy.weight_sync.payload import WeightSource, num_bytes, own_weights
@@ -129,7 +129,7 @@ class CollectivePublisher:
             generation = await self._current(update_round, transport)
         if not update_round.live:
             return ""
-        command = Broadcast(
+        request = weights_pb.BroadcastRequest(
             group_name=generation.name,
             backend=transport.backend,
             rendezvous=generation.rendezvous,
@@ -139,7 +139,8 @@ class CollectivePublisher:
             timeout_s=transport.timeout_s,
         )
         async with update_round.renewing_leases():
-            reports = cast("list[BroadcastReport]", await update_round.policy.call(command))
+            reports: list[weights_pb.BroadcastResponse]
+            reports = await update_round.policy.call(request)
         cause = next((report.error for report in reports if report.error), "")
         lost = {rank for report in reports for rank in report.lost}
         left = f"left group {generation.name!r}: {cause}"
@@ -159,15 +160,15 @@ class CollectivePublisher:
         infos = await update_round.call_all(lambda server: server.info())
         self._number += 1
         senders = tuple(sorted({spec.sender for spec in update_round.specs}))
-        command = OpenGroup(
+        request = weights_pb.OpenGroupRequest(
             rank=senders[0],
             group_name=f"treadle-{self._run}-{self._number}",
             timeout_s=transport.timeout_s,
         )
-        answers = await update_round.policy.call(command)
+        answers = await update_round.policy.call(request)
         self._generation = _Generation(
-            name=command.group_name,
-            rendezvous=answers[senders[0]],
+            name=request.group_name,
+            rendezvous=answers[senders[0]].rendezvous,
             servers=tuple(update_round.live.values()),
             senders=senders,
             num_workers=tuple(infos[name].num_workers for name in update_round.live),
@@ -245,43 +246,45 @@ class CollectiveSender:
         self._store: RankStore | None = None
         self._membership: Membership | None = None
 
-    def open_group(self, command: OpenGroup) -> str | None:
-        """Returns where the group meets, if this rank serves the store; otherwise None."""
+    def open_group(self, request: weights_pb.OpenGroupRequest) -> weights_pb.OpenGroupResponse:
+        """Returns where the group meets, if this rank serves the store."""
         from treadle.policy.weight_sync.transports.collective_group import RankStore
 
-        if self._rank != command.rank:
-            return None
+        if self._rank != request.rank:
+            return weights_pb.OpenGroupResponse()
         if self._store is None:
-            self._store = RankStore(self._host, timeout_s=command.timeout_s)
-        self._store.announce(command.group_name, command.timeout_s)
-        return self._store.address
+            self._store = RankStore(self._host, timeout_s=request.timeout_s)
+        self._store.announce(request.group_name, request.timeout_s)
+        return weights_pb.OpenGroupResponse(rendezvous=self._store.address)
 
-    def broadcast(self, policy: WeightSource, command: Broadcast) -> BroadcastReport:
+    def broadcast(
+        self, policy: WeightSource, request: weights_pb.BroadcastRequest
+    ) -> weights_pb.BroadcastResponse:
         """Sends this rank's weights. Every rank must call it."""
         from treadle.policy.weight_sync.transports.collective_group import GroupLost
 
         specs = policy.weight_specs()
         senders = sorted({spec.sender for spec in specs})
         weights = own_weights(policy, specs, self._rank)
-        report = BroadcastReport(num_bytes=0, error=None, lost=())
+        report = weights_pb.BroadcastResponse()
         if self._rank in senders:
             mine = senders.index(self._rank)
             plan = schedule(
-                [num_bytes(spec, command.element_type) for spec in specs],
+                [num_bytes(spec, request.element_type) for spec in specs],
                 [senders.index(spec.sender) for spec in specs],
-                command.bucket_bytes,
+                request.bucket_bytes,
             )
             buckets = [bucket for bucket in plan if bucket.sender == mine]
             try:
-                membership = self._joined(command, num_senders=len(senders), rank=mine)
-                _send(membership, buckets, weights, command.element_type)
+                membership = self._joined(request, num_senders=len(senders), rank=mine)
+                _send(membership, buckets, weights, request.element_type)
                 membership.wait_written()
                 sent = sum(bucket.num_bytes for bucket in buckets)
-                report = BroadcastReport(num_bytes=sent, error=None, lost=())
+                report = weights_pb.BroadcastResponse(num_bytes=sent)
             except GroupLost as error:
                 cause, lost = self._explain(error)
                 self._give_up(cause)
-                report = BroadcastReport(num_bytes=0, error=cause, lost=lost)
+                report = weights_pb.BroadcastResponse(error=cause, lost=lost)
             except BaseException as error:
                 self._give_up(f"{type(error).__name__}: {error}")
                 raise
@@ -295,19 +298,21 @@ class CollectiveSender:
             self._membership.leave()
             self._membership = None
 
-    def _joined(self, command: Broadcast, *, num_senders: int, rank: int) -> "Membership":
+    def _joined(
+        self, request: weights_pb.BroadcastRequest, *, num_senders: int, rank: int
+    ) -> "Membership":
         from treadle.policy.weight_sync.transports.collective_group import (
             CollectiveGroup,
             Membership,
         )
 
         group = CollectiveGroup(
-            name=command.group_name,
-            backend=command.backend,
-            rendezvous=command.rendezvous,
-            world_size=command.world_size,
+            name=request.group_name,
+            backend=request.backend,
+            rendezvous=request.rendezvous,
+            world_size=request.world_size,
             num_senders=num_senders,
-            timeout_s=command.timeout_s,
+            timeout_s=request.timeout_s,
         )
         if self._membership is None or self._membership.group != group:
             self.close()
@@ -340,7 +345,7 @@ def _send(
     membership: "Membership",
     buckets: Sequence[Bucket],
     weights: Iterator[tuple[int, NamedTensor]],
-    element_type: ElementType,
+    element_type: str,
 ) -> None:
     import torch
 

@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from google.protobuf.message import Message
 
-from treadle.policy.client.commands import Broadcast, BroadcastReport, Command, OpenGroup
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import TensorSpec
 from treadle.policy.config.weight_sync import CollectiveTransportConfig, WeightSyncConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.policy.weight_sync.server_security import ServerSecurity
@@ -21,7 +22,7 @@ from treadle.rollout.v1 import server_service_pb2 as server_pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 
 TRANSPORT = CollectiveTransportConfig(bucket_bytes=1 << 20)
-SENT = BroadcastReport(num_bytes=4, error=None, lost=())
+SENT = weights_pb.BroadcastResponse(num_bytes=4, error=None, lost=())
 SPECS = tuple(
     TensorSpec(name=name, shape=(1,), element_type="float32", sender=sender)
     for name, sender in (("a", 0), ("b", 0), ("c", 2))
@@ -33,16 +34,17 @@ class Ranks:
     """Four ranks; `reports` are rank 2's answers to the next broadcasts."""
 
     def __init__(self) -> None:
-        self.reports: list[BroadcastReport] = []
-        self.broadcasts: list[Broadcast] = []
+        self.reports: list[weights_pb.BroadcastResponse] = []
+        self.broadcasts: list[weights_pb.BroadcastRequest] = []
 
-    async def call(self, command: Command) -> Sequence[Any]:
+    async def call(self, request: Message) -> Sequence[Any]:
         """As `PolicyGroup.call`."""
-        if isinstance(command, OpenGroup):
-            assert command.rank == 0
-            return ["127.0.0.1:5", None, None, None]
-        assert isinstance(command, Broadcast)
-        self.broadcasts.append(command)
+        if isinstance(request, weights_pb.OpenGroupRequest):
+            assert request.rank == 0
+            others = [weights_pb.OpenGroupResponse()] * 3
+            return [weights_pb.OpenGroupResponse(rendezvous="127.0.0.1:5"), *others]
+        assert isinstance(request, weights_pb.BroadcastRequest)
+        self.broadcasts.append(request)
         return [SENT, SENT, self.reports.pop(0) if self.reports else SENT, SENT]
 
 
@@ -124,7 +126,9 @@ async def test_a_group_is_kept_while_its_servers_are_the_same() -> None:
 @pytest.mark.asyncio
 async def test_a_broadcast_that_failed_is_begun_again_in_a_new_group() -> None:
     harness = Harness()
-    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
+    harness.ranks.reports = [
+        weights_pb.BroadcastResponse(num_bytes=0, error="reset by peer", lost=())
+    ]
     harness.servers[1].refuse["abort"] = Outcome.RESTART  # It has noticed, and ended the update.
     update_round = await harness.publish()
     assert list(update_round.live) == ["one", "two", "three"]
@@ -136,7 +140,9 @@ async def test_a_broadcast_that_failed_is_begun_again_in_a_new_group() -> None:
 @pytest.mark.asyncio
 async def test_who_cannot_be_reached_any_more_is_left_out() -> None:
     harness = Harness()
-    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="reset by peer", lost=())]
+    harness.ranks.reports = [
+        weights_pb.BroadcastResponse(num_bytes=0, error="reset by peer", lost=())
+    ]
     harness.servers[2].refuse["abort"] = Outcome.RESUME
     update_round = await harness.publish()
     assert (list(update_round.live), harness.groups) == (["one", "two"], [("1", 6), ("2", 5)])
@@ -147,7 +153,9 @@ async def test_who_cannot_be_reached_any_more_is_left_out() -> None:
 @pytest.mark.parametrize("rank", [3, 4])
 async def test_the_server_of_a_lost_rank_is_left_out(rank: int) -> None:
     harness = Harness()
-    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="no room", lost=(rank,))]
+    harness.ranks.reports = [
+        weights_pb.BroadcastResponse(num_bytes=0, error="no room", lost=(rank,))
+    ]
     update_round = await harness.publish()
     assert (list(update_round.live), harness.groups) == (["one", "three"], [("1", 6), ("2", 4)])
     assert "no room" in update_round.failed["two"]
@@ -178,7 +186,9 @@ async def test_an_answer_that_got_lost_costs_no_group() -> None:
 @pytest.mark.asyncio
 async def test_the_last_attempt_drops_all() -> None:
     harness = Harness()
-    harness.ranks.reports = [BroadcastReport(num_bytes=0, error="no route", lost=())] * 3
+    harness.ranks.reports = [
+        weights_pb.BroadcastResponse(num_bytes=0, error="no route", lost=())
+    ] * 3
     update_round = await harness.publish()
     assert not update_round.live
     assert set(update_round.failed) == {"one", "two", "three"}

@@ -23,10 +23,8 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
-from treadle.policy.client.commands import SendReport, WriteFiles
-from treadle.policy.client.types import ElementType
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome
 from treadle.policy.weight_sync.payload import WeightSource, num_bytes, own_weights, tensor_bytes
@@ -34,7 +32,7 @@ from treadle.policy.weight_sync.update_round import UpdateRound
 
 __all__ = ["FileEntry", "publish_files", "send_files", "write_file", "write_files"]
 
-_NAMES: dict[ElementType, str] = {"float32": "F32", "bfloat16": "BF16"}
+_NAMES: dict[str, str] = {"float32": "F32", "bfloat16": "BF16"}
 
 
 # --- the driver's side ---------------------------------------------------------------------------
@@ -76,19 +74,19 @@ async def send_files(update_round: UpdateRound, directory: Path, *, last: bool =
     """
     delta = update_round.delta
     folder = directory / update_round.update_id
-    command = WriteFiles(
-        directory=folder,
+    request = weights_pb.WriteFilesRequest(
+        directory=str(folder),
         element_type=update_round.element_type,
         version=update_round.version,
         base_version=None if delta is None else delta.base_version,
     )
     try:
-        reports = cast("list[SendReport]", await update_round.policy.call(command))
+        reports: list[weights_pb.WriteFilesResponse] = await update_round.policy.call(request)
         checksums = {name: crc for report in reports for name, crc in report.crc32.items()}
-        request = update_round.begin_request()
-        request.file.directory = str(folder)
-        request.file.crc32.extend(checksums[spec.name] for spec in update_round.specs)
-        await update_round.begin(request, again=None if last else Outcome.RESTART)
+        begin = update_round.begin_request()
+        begin.file.directory = str(folder)
+        begin.file.crc32.extend(checksums[spec.name] for spec in update_round.specs)
+        await update_round.begin(begin, again=None if last else Outcome.RESTART)
     finally:
         await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
@@ -113,8 +111,10 @@ class FileEntry:
     num_bytes: int
 
 
-def write_files(policy: WeightSource, command: WriteFiles, *, rank: int) -> SendReport:
-    """Writes this rank's weights below `command.directory`. Every rank must call it.
+def write_files(
+    policy: WeightSource, request: weights_pb.WriteFilesRequest, *, rank: int
+) -> weights_pb.WriteFilesResponse:
+    """Writes this rank's weights below `request.directory`. Every rank must call it.
 
     Raises:
         OSError: The disk is full or the directory cannot be written; no file appears.
@@ -123,31 +123,31 @@ def write_files(policy: WeightSource, command: WriteFiles, *, rank: int) -> Send
     entries = [
         FileEntry(
             name=spec.name,
-            dtype=_NAMES[command.element_type],
+            dtype=_NAMES[request.element_type],
             shape=spec.shape,
-            num_bytes=num_bytes(spec, command.element_type),
+            num_bytes=num_bytes(spec, request.element_type),
         )
         for spec in specs
         if spec.sender == rank
     ]
     parts = (
-        (named.name, tensor_bytes(named.tensor, command.element_type))
+        (named.name, tensor_bytes(named.tensor, request.element_type))
         for _, named in own_weights(policy, specs, rank)
     )
-    return write_file(command, entries, parts, rank=rank)
+    return write_file(request, entries, parts, rank=rank)
 
 
 def write_file(
-    command: WriteFiles,
+    request: weights_pb.WriteFilesRequest,
     entries: Sequence[FileEntry],
     parts: Iterable[tuple[str, memoryview]],
     *,
     rank: int,
-) -> SendReport:
+) -> weights_pb.WriteFilesResponse:
     """Writes a rank's file; none if the rank has no entries.
 
     Args:
-        command: Says where, and of which version.
+        request: Says where, and of which version.
         entries: All tensors of the file.
         parts: Their names and bytes, in the same order; run to the end.
         rank: Names the file.
@@ -158,14 +158,14 @@ def write_file(
     if not entries:
         for _ in parts:  # the export is collective: the other ranks wait for this one
             pass
-        return SendReport(num_bytes=0, crc32={}, errors={})
-    path = command.directory / f"rank-{rank:05d}.safetensors"
+        return weights_pb.WriteFilesResponse()
+    path = Path(request.directory) / f"rank-{rank:05d}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     crc32: dict[str, int] = {}
     try:
         with partial.open("wb") as file:
-            file.write(_header(entries, _metadata(command)))
+            file.write(_header(entries, _metadata(request)))
             for entry, (name, data) in zip(entries, parts, strict=True):
                 assert entry.name == name, "weights come in the order of their specs"
                 file.write(data)
@@ -179,14 +179,14 @@ def write_file(
         raise OSError(error.errno, what, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
-    return SendReport(num_bytes=sum(e.num_bytes for e in entries), crc32=crc32, errors={})
+    return weights_pb.WriteFilesResponse(num_bytes=sum(e.num_bytes for e in entries), crc32=crc32)
 
 
-def _metadata(command: WriteFiles) -> dict[str, str]:
-    metadata = {"weight_version": str(command.version)}
-    if command.base_version is not None:
-        metadata["base_weight_version"] = str(command.base_version)
-        metadata["element_type"] = command.element_type
+def _metadata(request: weights_pb.WriteFilesRequest) -> dict[str, str]:
+    metadata = {"weight_version": str(request.version)}
+    if request.HasField("base_version"):
+        metadata["base_weight_version"] = str(request.base_version)
+        metadata["element_type"] = request.element_type
     return metadata
 
 

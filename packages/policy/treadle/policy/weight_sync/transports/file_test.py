@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from treadle.policy.client.commands import WriteFiles
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.payload import tensor_bytes
 from treadle.policy.weight_sync.testing import Weights
 from treadle.policy.weight_sync.transports.file import write_files
@@ -16,7 +16,9 @@ from treadle.policy.weight_sync.transports.file import write_files
 def test_the_library_reads_what_is_written(tmp_path: Path, weights: Weights) -> None:
     directory = tmp_path / "v1"
     report = write_files(
-        weights, WriteFiles(directory=directory, element_type="float32", version=7), rank=0
+        weights,
+        weights_pb.WriteFilesRequest(directory=str(directory), element_type="float32", version=7),
+        rank=0,
     )
     (file,) = directory.iterdir()
     with safe_open(file, "pt") as opened:
@@ -30,7 +32,11 @@ def test_the_library_reads_what_is_written(tmp_path: Path, weights: Weights) -> 
 
 
 def test_weights_are_converted_on_the_way(tmp_path: Path, weights: Weights) -> None:
-    write_files(weights, WriteFiles(directory=tmp_path, element_type="bfloat16", version=7), rank=0)
+    write_files(
+        weights,
+        weights_pb.WriteFilesRequest(directory=str(tmp_path), element_type="bfloat16", version=7),
+        rank=0,
+    )
     (file,) = tmp_path.iterdir()
     for name, tensor in load_file(file).items():
         assert torch.equal(tensor, weights.tensors[name].to(torch.bfloat16))
@@ -40,7 +46,9 @@ def test_a_rank_without_weights_of_its_own_only_takes_part(
     tmp_path: Path, weights: Weights
 ) -> None:
     report = write_files(
-        weights, WriteFiles(directory=tmp_path, element_type="float32", version=7), rank=1
+        weights,
+        weights_pb.WriteFilesRequest(directory=str(tmp_path), element_type="float32", version=7),
+        rank=1,
     )
     assert (report.num_bytes, list(tmp_path.iterdir())) == (0, [])
     assert weights.exports == 1
@@ -56,6 +64,10 @@ def test_no_file_appears_when_the_disk_is_full(
     wanted = f"No space left on device .make room.*{tmp_path}/rank-00000.safetensors"
     with pytest.raises(OSError, match=wanted):
         write_files(
-            weights, WriteFiles(directory=tmp_path, element_type="float32", version=7), rank=0
+            weights,
+            weights_pb.WriteFilesRequest(
+                directory=str(tmp_path), element_type="float32", version=7
+            ),
+            rank=0,
         )
     assert list(tmp_path.iterdir()) == []

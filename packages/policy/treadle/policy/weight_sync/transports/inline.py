@@ -17,14 +17,14 @@ import logging
 import threading
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import cast
 
 import grpc
 
-from treadle.policy.client.commands import Push, PushTarget, SendReport
 from treadle.policy.config.weight_sync import InlineTransportConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError, explain
 from treadle.policy.weight_sync.payload import WeightSource, own_weights, tensor_bytes
+from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.policy.weight_sync.transports.chunk_queue import ChunkQueue
 from treadle.policy.weight_sync.update_round import UpdateRound
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
@@ -92,38 +92,44 @@ async def _push(
     update_round: UpdateRound, received_bytes: Mapping[str, tuple[int, ...]], chunk_bytes: int
 ) -> dict[str, str]:
     """Has the ranks push what is missing; returns server name -> why its push broke."""
-    command = Push(
+    request = weights_pb.PushRequest(
         update_id=update_round.update_id,
         element_type=update_round.element_type,
-        targets=tuple(
-            PushTarget(name=name, address=update_round.live[name].address, received_bytes=received)
+        targets=(
+            weights_pb.PushTarget(
+                name=name, address=update_round.live[name].address, received_bytes=received
+            )
             for name, received in received_bytes.items()
         ),
         chunk_bytes=chunk_bytes,
         deadline_s=update_round.send_deadline_s,
         delta=update_round.delta is not None,
-        security=update_round.security,
+        security=update_round.security.message(),
     )
     async with update_round.renewing_leases():
-        reports = cast("list[SendReport]", await update_round.policy.call(command))
+        reports: list[weights_pb.PushResponse] = await update_round.policy.call(request)
     return {name: error for report in reports for name, error in report.errors.items()}
 
 
 # --- the rank's side -----------------------------------------------------------------------------
 
 
-def push(policy: WeightSource, command: Push, *, rank: int) -> SendReport:
+def push(
+    policy: WeightSource, request: weights_pb.PushRequest, *, rank: int
+) -> weights_pb.PushResponse:
     """Sends this rank's weights to every target. Every rank must call it.
 
     The weights are exported even if no target needs one of this rank's, because the export is
     collective.
     """
     weights = own_weights(policy, policy.weight_specs(), rank)
-    tensors = ((index, tensor_bytes(w.tensor, command.element_type)) for index, w in weights)
-    return push_bytes(tensors, command)
+    tensors = ((index, tensor_bytes(w.tensor, request.element_type)) for index, w in weights)
+    return push_bytes(tensors, request)
 
 
-def push_bytes(tensors: Iterator[tuple[int, memoryview]], command: Push) -> SendReport:
+def push_bytes(
+    tensors: Iterator[tuple[int, memoryview]], request: weights_pb.PushRequest
+) -> weights_pb.PushResponse:
     """Sends tensors, as (index in the announcement, bytes), to every target.
 
     A rank without tensors calls no server. The iterator is run to its end unless it raises.
@@ -132,18 +138,17 @@ def push_bytes(tensors: Iterator[tuple[int, memoryview]], command: Push) -> Send
     try:
         for index, data in tensors:
             if not streams:
-                streams = [_Stream(target, command) for target in command.targets]
-            for offset in range(0, len(data), command.chunk_bytes):
-                part = data[offset : offset + command.chunk_bytes]
+                streams = [_Stream(target, request) for target in request.targets]
+            for offset in range(0, len(data), request.chunk_bytes):
+                part = data[offset : offset + request.chunk_bytes]
                 message = chunk_message(index, offset, part)
                 for stream in streams:
                     stream.send(index, offset, part, message)
     finally:
         for stream in streams:
             stream.join()
-    return SendReport(
+    return weights_pb.PushResponse(
         num_bytes=sum(stream.num_bytes for stream in streams),
-        crc32={},
         errors={stream.target.name: stream.error for stream in streams if stream.error},
     )
 
@@ -151,14 +156,14 @@ def push_bytes(tensors: Iterator[tuple[int, memoryview]], command: Push) -> Send
 class _Stream:
     """One PushWeights call to one server, in its own thread."""
 
-    def __init__(self, target: PushTarget, command: Push) -> None:
+    def __init__(self, target: weights_pb.PushTarget, request: weights_pb.PushRequest) -> None:
         self.target = target
         self.num_bytes = 0
         self.error: str | None = None
-        self._deadline_s = command.deadline_s
-        self._security = command.security
+        self._deadline_s = request.deadline_s
+        self._security = ServerSecurity.of(request.security)
         self._queue: ChunkQueue[bytes] = ChunkQueue(_MESSAGES_AHEAD)
-        header = pb.PushWeightsRequest(header=pb.PushHeader(update_id=command.update_id))
+        header = pb.PushWeightsRequest(header=pb.PushHeader(update_id=request.update_id))
         self._queue.put(header.SerializeToString())
         self._thread = threading.Thread(target=self._run, name=f"push-{target.name}", daemon=True)
         self._thread.start()

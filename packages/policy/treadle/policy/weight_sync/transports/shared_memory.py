@@ -29,16 +29,16 @@ import threading
 import uuid
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import grpc
 
-from treadle.policy.client.commands import PushSharedMemory, SendReport, SharedMemoryTarget
-from treadle.policy.client.types import ElementType
 from treadle.policy.config.weight_sync import SharedMemoryTransportConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError, explain
 from treadle.policy.weight_sync.payload import WeightSource, num_bytes, own_weights
+from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.policy.weight_sync.transports.chunk_queue import ChunkQueue
 from treadle.policy.weight_sync.update_round import UpdateRound
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
@@ -89,11 +89,11 @@ async def _push(
     request = update_round.begin_request()
     request.shared_memory.SetInParent()
     begun = await update_round.begin(request)
-    command = PushSharedMemory(
+    push = weights_pb.PushSharedMemoryRequest(
         update_id=update_round.update_id,
         element_type=update_round.element_type,
-        targets=tuple(
-            SharedMemoryTarget(name=name, address=server.address)
+        targets=(
+            weights_pb.SharedMemoryTarget(name=name, address=server.address)
             for name, server in update_round.live.items()
         ),
         bucket_bytes=bucket_bytes,
@@ -101,15 +101,16 @@ async def _push(
         # Only an update in place hands parts to the engine, which may take whole tensors only.
         split_tensors=not request.HasField("in_place")
         or all(answer.split_tensors for answer in begun.values()),
-        security=update_round.security,
+        security=update_round.security.message(),
     )
     async with update_round.renewing_leases():
-        reports = cast("list[SendReport]", await update_round.policy.call(command))
+        reports: list[weights_pb.PushSharedMemoryResponse]
+        reports = await update_round.policy.call(push)
     return await _remove_broken(update_round, reports, last=last)
 
 
 async def _remove_broken(
-    update_round: UpdateRound, reports: list[SendReport], *, last: bool
+    update_round: UpdateRound, reports: list[weights_pb.PushSharedMemoryResponse], *, last: bool
 ) -> dict[str, WeightSyncClient]:
     """Removes the servers whose push broke from the round; returns those that may try again."""
     incompatible = {name for report in reports for name in report.incompatible}
@@ -137,7 +138,9 @@ class SharedMemorySender:
     def __init__(self) -> None:
         self._segment: Segment | None = None
 
-    def push(self, policy: WeightSource, command: PushSharedMemory, *, rank: int) -> SendReport:
+    def push(
+        self, policy: WeightSource, request: weights_pb.PushSharedMemoryRequest, *, rank: int
+    ) -> weights_pb.PushSharedMemoryResponse:
         """Hands this rank's weights to every target. Every rank must call it.
 
         The weights are exported even if this rank sends none or no target is left, because the
@@ -148,18 +151,18 @@ class SharedMemorySender:
         """
         specs = policy.weight_specs()
         weights = own_weights(policy, specs, rank)
-        lengths = [num_bytes(spec, command.element_type) for spec in specs]
+        lengths = [num_bytes(spec, request.element_type) for spec in specs]
         own = [n for n, spec in zip(lengths, specs, strict=True) if spec.sender == rank]
         if not own:
             for _ in weights:
                 pass
-            return SendReport(num_bytes=0, crc32={}, errors={})
-        whole = 0 if command.split_tensors else max(own)
-        segment = self._segment_of(max(command.bucket_bytes, whole))
-        segment.name_update(command.update_id)
-        slots = Slots(segment.num_slots, [target.name for target in command.targets])
-        streams = [_Stream(target, command, segment, slots) for target in command.targets]
-        filler = _Filler(segment, slots, streams, command)
+            return weights_pb.PushSharedMemoryResponse()
+        whole = 0 if request.split_tensors else max(own)
+        segment = self._segment_of(max(request.bucket_bytes, whole))
+        segment.name_update(request.update_id)
+        slots = Slots(segment.num_slots, [target.name for target in request.targets])
+        streams = [_Stream(target, request, segment, slots) for target in request.targets]
+        filler = _Filler(segment, slots, streams, request)
         try:
             for index, named in weights:
                 filler.put(index, named.tensor, lengths[index])
@@ -170,9 +173,8 @@ class SharedMemorySender:
         broken = {stream.target.name: stream.error for stream in streams if stream.error}
         if broken:
             self._segment = None  # a server that was left behind may still read it
-        return SendReport(
+        return weights_pb.PushSharedMemoryResponse(
             num_bytes=filler.num_bytes,
-            crc32={},
             errors={name: str(error) for name, error in broken.items()},
             incompatible=tuple(n for n, error in broken.items() if error.outcome is Outcome.FATAL),
         )
@@ -189,20 +191,20 @@ class _Stream:
 
     def __init__(
         self,
-        target: SharedMemoryTarget,
-        command: PushSharedMemory,
+        target: weights_pb.SharedMemoryTarget,
+        request: weights_pb.PushSharedMemoryRequest,
         segment: "Segment",
         slots: "Slots",
     ) -> None:
         self.target = target
         self.error: WeightSyncError | None = None
-        self._deadline_s = command.deadline_s
-        self._security = command.security
+        self._deadline_s = request.deadline_s
+        self._security = ServerSecurity.of(request.security)
         self._slots = slots
         # Room for the header and one bucket per slot, so that `put` never waits.
         self._queue: ChunkQueue[pb.PushBucketsRequest] = ChunkQueue(1 + segment.num_slots)
         header = pb.BucketsHeader(
-            update_id=command.update_id,
+            update_id=request.update_id,
             pid=os.getpid(),
             fd=segment.fd,
             num_bytes=segment.num_bytes,
@@ -253,12 +255,12 @@ class _Filler:
         segment: "Segment",
         slots: "Slots",
         streams: Sequence[_Stream],
-        command: PushSharedMemory,
+        request: weights_pb.PushSharedMemoryRequest,
     ) -> None:
         self.num_bytes = 0
-        self._bucket_bytes = _aligned(command.bucket_bytes)
-        self._element_type = command.element_type
-        self._split = command.split_tensors
+        self._bucket_bytes = _aligned(request.bucket_bytes)
+        self._element_type = request.element_type
+        self._split = request.split_tensors
         self._segment = segment
         self._slots = slots
         self._streams = streams
@@ -398,7 +400,7 @@ class Segment:
         return memoryview(self._map)[start : start + length]
 
 
-def _copy_into(target: memoryview, tensor: "Tensor", element_type: ElementType) -> None:
+def _copy_into(target: memoryview, tensor: "Tensor", element_type: str) -> None:
     """Copies the bytes of a weight, converting them in the same pass over memory.
 
     Args:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from treadle.policy.client.commands import PushSharedMemory, SendReport, SharedMemoryTarget
 from treadle.policy.client.types import ElementType, NamedTensor
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
 from treadle.policy.weight_sync.testing import FakeServer, Serve, Weights
@@ -38,21 +38,23 @@ async def _push(
     bucket_bytes: int = 1,
     element_type: ElementType = "float32",
     split_tensors: bool = False,
-) -> SendReport:
+) -> weights_pb.PushSharedMemoryResponse:
     specs = [tensor_spec_to_proto(spec, element_type) for spec in weights.weight_specs()]
     for client in clients:
         request = pb.BeginUpdateRequest(update_id=update_id, weight_version=1, tensors=specs)
         request.shared_memory.SetInParent()
         await client.begin(request)
-    command = PushSharedMemory(
+    command = weights_pb.PushSharedMemoryRequest(
         update_id=update_id,
         element_type=element_type,
-        targets=tuple(SharedMemoryTarget(name=c.name, address=c.address) for c in clients),
+        targets=tuple(
+            weights_pb.SharedMemoryTarget(name=c.name, address=c.address) for c in clients
+        ),
         bucket_bytes=bucket_bytes,
         split_tensors=split_tensors,
         deadline_s=30,
     )
-    report: SendReport = (await weights.call(command))[0]
+    report: weights_pb.PushSharedMemoryResponse = (await weights.call(command))[0]
     return report
 
 
@@ -75,7 +77,7 @@ async def test_every_server_reads_every_byte_from_the_same_slots(
 ) -> None:
     (one, first), (two, second) = await serve("one"), await serve("two")
     report = await _push(weights, first, second, element_type=element_type)
-    assert (report.errors, report.incompatible) == ({}, ())
+    assert (report.errors, report.incompatible) == ({}, [])
     assert report.num_bytes == sum(map(len, one._staged.values()))
     assert one.slots == two.slots
     assert one.slots[:4] == [0, 1, 0, 1][: len(one.slots)]
@@ -142,7 +144,7 @@ def test_every_byte_is_packed_once_in_order_and_within_its_slot(
     segment = Segment(num_slots=2, slot_bytes=largest)
     slots = Slots(2, ["r"])
     reader = _Reader(segment, slots)
-    command = PushSharedMemory(
+    command = weights_pb.PushSharedMemoryRequest(
         update_id="u",
         element_type="float32",
         targets=(),
@@ -202,7 +204,7 @@ async def test_a_stream_that_breaks_leaves_the_others_alone_and_this_segment_to_
     one.break_after = 1
     report = await _push(weights, first, second, update_id="u")
     assert "one: PushBuckets failed (UNAVAILABLE): the connection broke" in report.errors["one"]
-    assert (list(report.errors), report.incompatible) == (["one"], ())
+    assert (list(report.errors), report.incompatible) == (["one"], [])
     assert await _holds(two, second, weights)
     assert weights.sender._segment is None
 
@@ -212,13 +214,13 @@ async def test_a_server_on_another_host_is_incompatible(serve: Serve, weights: W
     fake, client = await serve("one")
     fake.refuse["PushBuckets"] = "CAPABILITY_MISSING"
     report = await _push(weights, client)
-    assert report.incompatible == ("one",)
+    assert report.incompatible == ["one"]
     assert "PushBuckets was refused (CAPABILITY_MISSING)" in report.errors["one"]
 
 
 @pytest.mark.asyncio
 async def test_a_rank_that_sends_nothing_takes_part_and_no_memory(weights: Weights) -> None:
-    command = PushSharedMemory(
+    command = weights_pb.PushSharedMemoryRequest(
         update_id="u", element_type="float32", targets=(), bucket_bytes=1, deadline_s=1
     )
     report = weights.sender.push(weights, command, rank=1)

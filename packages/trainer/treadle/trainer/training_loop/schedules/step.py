@@ -7,13 +7,13 @@ Invariant: when `train_step` returns, the servers of the rotation sample from ve
 the step is logged.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from treadle.policy.algorithms.estimators import AdvantageError
 from treadle.policy.algorithms.reward_kl import Charges, coefficient_after
-from treadle.policy.client.commands import UpdateStats
 from treadle.policy.client.types import TokenValues
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.trainer.report import rollout_metrics
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups
@@ -111,15 +111,15 @@ async def train_step(
     tokens: TokenValues | None = None
     if config.algorithm.needs_critic:
         with timer.phase("critic"):
-            stats = await context.update_critic(step, batch.sequences)
-        _report_skipped(context, step, stats, "the critic's updates")
-        updated |= critic_metrics(stats)
+            taught = await context.update_critic(step, batch.sequences)
+        _report_skipped(context, step, taught.steps, "the critic's updates")
+        updated |= critic_metrics(taught)
     if not config.algorithm.needs_critic or step > config.critic.warmup_steps:
         with timer.phase("train"):
             stats = await context.update_policy(step, batch.sequences)
-        _report_skipped(context, step, stats, "updates")
+        _report_skipped(context, step, stats.steps, "updates")
         updated |= update_metrics(stats)
-        tokens = stats.tokens
+        tokens = TokenValues.of(stats.tokens)
     await context.keep_training(tokens)
 
     # The model is written before the servers that share devices with it take their memory back.
@@ -176,11 +176,13 @@ def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
     return every is not None and (or_now or step % every == 0)
 
 
-def _report_skipped(context: TrainingContext, step: int, stats: UpdateStats, what: str) -> None:
-    if skipped := sum(update.skipped for update in stats.steps):
+def _report_skipped(
+    context: TrainingContext, step: int, updates: Sequence[pb.StepStats], what: str
+) -> None:
+    if skipped := sum(update.skipped for update in updates):
         context.note(
             step,
-            f"{skipped} of {len(stats.steps)} {what} were skipped, because their gradient was not "
+            f"{skipped} of {len(updates)} {what} were skipped, because their gradient was not "
             "finite",
         )
 

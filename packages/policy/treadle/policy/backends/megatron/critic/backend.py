@@ -38,8 +38,7 @@ from treadle.policy.rank.rank_time import spent_on
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.client.commands import OffloadReport
-    from treadle.policy.client.types import TrainSequence
+    from treadle.policy.client.types import OffloadReport, TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 

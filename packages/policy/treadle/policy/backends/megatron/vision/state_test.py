@@ -24,10 +24,10 @@ from treadle.policy.backends.megatron.testing.seeing import (
     seeing_sequences,
     write_seeing_model,
 )
-from treadle.policy.client.commands import ComputeDelta
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.delta import DeltaSender
 
 LOSS = policy_loss(AlgorithmConfig())
@@ -139,10 +139,10 @@ def test_training_goes_on_exactly(
     policy = MegatronPolicy(config, models / SEEING[0])
     tower = tower_of(policy)
     sender = DeltaSender()
-    begin = ComputeDelta(version=0, base_version=None, element_type="bfloat16")
+    begin = weights_pb.ComputeDeltaRequest(version=0, base_version=None, element_type="bfloat16")
     sender.compute(policy, begin, rank=0)
     policy.train_step(batch, LOSS)
-    changes = ComputeDelta(version=1, base_version=0, element_type="bfloat16")
+    changes = weights_pb.ComputeDeltaRequest(version=1, base_version=0, element_type="bfloat16")
     sizes = sender.compute(policy, changes, rank=0).encoded_bytes
     # A delta sends nothing of a tower that stays.
     assert (sum(sizes[name] for name in tower) == 0) == frozen
