@@ -290,7 +290,8 @@ class TracingConfig(Section):
     backends: tuple[Literal["jsonl", "mlflow", "otlp", "weave"], ...] = ()
     """Where the spans of trajectories go, to all of these at once: jsonl (traces.jsonl in the run
     directory), weave (W&B Weave, project run.project), mlflow (experiment run.project, at
-    MLFLOW_TRACKING_URI or in /tmp/mlruns.db), otlp (OpenTelemetry, so Langfuse and Phoenix too)."""
+    MLFLOW_TRACKING_URI or in ~/.local/state/treadle/mlruns.db), otlp (OpenTelemetry, so Langfuse
+    and Phoenix too)."""
     token2text: bool = False
     """Add prompt_text and response_text, the decoded tokens, to the output of each completion and
     of the trajectory. Without it, spans have the messages and the number of tokens."""
