@@ -164,6 +164,11 @@ class AgentConfig(Section):
     """A tool, a reward or a simulated user that failed this many trajectories one after another, or
     as many as a step has, is down. If it had served one in this run, the run waits for it; else the
     run ends. Null: the run continues with the trajectories that did without it."""
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] | None = 0.25
+    """Share of a step's trajectories that may fail because the reward or the agent loop raises or
+    returns what is no reward. Above it the run ends with status 1 and names each cause: what is
+    left would be a biased sample. What cannot be reached or takes too long does not count. Null:
+    the run continues without them."""
     outage_s: Seconds = 600.0
     """How long the run waits for what is down, trying one trajectory now and then. After that it
     ends; the same command continues from the latest checkpoint."""
