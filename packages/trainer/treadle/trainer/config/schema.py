@@ -137,6 +137,9 @@ class AgentConfig(Section):
     on_malformed_call: Literal["answer", "ignore"] = "answer"
     """What to do with a tool call that does not parse: tell the model why, or ignore it as verl
     does."""
+    unclosed_reasoning: Literal["call", "malformed"] = "call"
+    """What a complete call is with which a turn ends whose reasoning was never closed. call: it is
+    made, as vLLM and SGLang do. malformed: it counts and is answered as a malformed call."""
     max_assistant_turns: Count | None = None
     """Maximum number of completions in a trajectory. Null: no limit."""
     max_user_turns: Count | None = None
