@@ -1,8 +1,8 @@
 """The data plane: trajectories from worker processes over the driver to the policy's ranks.
 
 Workers make trajectories and hand them over as loop workers do: one by one, packed, over a link.
-The driver makes the batch of a step and gives it to the ranks, processes that do what a policy rank
-does before it computes: receive, and make sequences of what came::
+The driver makes the batch of a step and gives it to the ranks over gRPC, processes that do what a
+policy rank does before it computes: receive, and make sequences of what came::
 
     ./pants run benchmarks/data_plane.py -- --rounds 5
 
@@ -18,15 +18,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
 import random
 import statistics
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, cast
@@ -42,14 +41,17 @@ from treadle.agent_loop import (
     Trajectory,
     Transcript,
 )
+from treadle.agent_loop.rpc.driven import DrivenAccess, DrivenProgram
 from treadle.policy.algorithms.estimators import find_estimator
-from treadle.policy.client.shards import Outgoing, assign, from_frames
+from treadle.policy.client.group import send_shard
+from treadle.policy.client.shards import Outgoing, assign, decode
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.rank.server import RankServer
 from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import Asks, Ended
 from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text
-from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import pack_trajectory, unpack_trajectory
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 SAMPLES = 8  # of a row
@@ -155,25 +157,26 @@ def measure(args: argparse.Namespace) -> Round:
         mine = range(number, rows, args.workers)
         processes.append(start(work, theirs, mine, args.length, args.characters))
         theirs.close()
+    access = DrivenAccess()
     for _ in range(args.ranks):
         ours, theirs = pipe()
         ranks.append(ours)
-        processes.append(start(rank, theirs))
+        processes.append(start(rank, theirs, access.token))
         theirs.close()
-    for connection in (*workers, *ranks):
+    for connection in workers:
         connection.recv()
+    addresses = [connection.recv() for connection in ranks]
     tasks = [task(row, sample) for row in range(rows) for sample in range(SAMPLES)]
     before = memory("VmRSS")
     began, began_cpu = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(max_workers=args.ranks) as pool:
-        trajectories, worker_bytes = asyncio.run(gather(workers, tasks))
-        gathered = time.perf_counter()
-        config = AlgorithmConfig()
-        batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
-        made = time.perf_counter()
-        held = memory("VmRSS") - before
-        sent = list(pool.map(send, ranks, parts_of(batch.sequences, args.ranks)))
-        ended, ended_cpu = time.perf_counter(), time.process_time()
+    trajectories, worker_bytes = asyncio.run(gather(workers, tasks))
+    gathered = time.perf_counter()
+    config = AlgorithmConfig()
+    batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
+    made = time.perf_counter()
+    held = memory("VmRSS") - before
+    sent = asyncio.run(send_all_shards(batch.sequences, access, addresses, ranks))
+    ended, ended_cpu = time.perf_counter(), time.process_time()
     result = Round(
         gather_s=gathered - began,
         batch_s=made - gathered,
@@ -192,41 +195,45 @@ def measure(args: argparse.Namespace) -> Round:
     return result
 
 
-def parts_of(sequences: Sequence[TrainSequence], num_ranks: int) -> list[Callable[[], Any]]:
-    """Returns what gives the driver the parts that it sends to each rank."""
-    outgoing = Outgoing(num_ranks)
-    numbers = assign(sequences, num_ranks)
-    threading.Thread(target=outgoing.encode, args=(sequences, numbers)).start()
-    return [partial(outgoing.take, number) for number in range(num_ranks)]
-
-
-def send(
-    connection: Connection[Any, Any], parts: Callable[[], Any]
-) -> tuple[float, int, int, float]:
-    """Sends to a rank.
+async def send_all_shards(
+    sequences: Sequence[TrainSequence],
+    access: DrivenAccess,
+    addresses: Sequence[str],
+    ranks: Sequence[Connection[Any, Any]],
+) -> list[tuple[float, int, int, float]]:
+    """Sends each rank its shard, as `PolicyGroup.call` does.
 
     Returns:
-        When it had its sequences, the bytes sent, its growth and its processor time.
+        Of each rank, when it had its sequences, the bytes sent, its growth and its processor time.
     """
-    taken = parts()
-    connection.send(len(taken))
-    for part in taken:
-        connection.send_bytes(part)
-    size = sum(memoryview(part).nbytes for part in taken)
-    del taken, part  # as the driver, which keeps nothing of it while the ranks compute
-    grown, cpu_s = connection.recv()
-    return time.perf_counter(), size, grown, cpu_s
+    outgoing, numbers = Outgoing(len(ranks)), assign(sequences, len(ranks))
+    encoding = asyncio.create_task(asyncio.to_thread(outgoing.encode, sequences, numbers, batch=1))
+    security = access.channels()
+
+    async def send(number: int) -> tuple[float, int, int, float]:
+        shard = await asyncio.wrap_future(outgoing.take(number))
+        size = shard.head.ByteSize() + shard.head.memory_bytes
+        async with security.open(addresses[number]) as channel:
+            await send_shard(channel, shard, security.metadata)
+        grown, cpu_s = await asyncio.to_thread(ranks[number].recv)
+        return time.perf_counter(), size, grown, cpu_s
+
+    sent = await asyncio.gather(*map(send, range(len(ranks))))
+    await encoding
+    return list(sent)
 
 
-def rank(connection: Connection[Any, Any]) -> None:
+def rank(connection: Connection[Any, Any], token: str) -> None:
     """Receives sequences, as a policy rank does."""
-    connection.send("ready")
-    before, before_cpu = memory("VmRSS"), time.process_time()
-    count = connection.recv()
-    frames = [connection.recv_bytes() for _ in range(count)]
-    sequences = from_frames(frames).sequences()
-    assert sum(len(sequence.ids) for sequence in sequences) > 0
-    connection.send((memory("VmHWM") - before, time.process_time() - before_cpu))
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready")
+        program = DrivenProgram(host="127.0.0.1", token=token, ready_file=ready)
+        with RankServer(program) as server:
+            connection.send(json.loads(ready.read_text())["address"])
+            before, before_cpu = memory("VmRSS"), time.process_time()
+            sequences = decode(*server.take_batch(1))
+            assert sum(len(sequence.ids) for sequence in sequences) > 0
+            connection.send((memory("VmHWM") - before, time.process_time() - before_cpu))
 
 
 async def gather(

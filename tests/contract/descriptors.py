@@ -5,6 +5,13 @@ from pathlib import Path
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
+from treadle.policy.v1 import (
+    checkpoint_service_pb2,
+    rank_service_pb2,
+    training_service_pb2,
+    weights_service_pb2,
+)
+from treadle.policy.v1 import errors_pb2 as policy_errors_pb2
 from treadle.rollout.v1 import (
     errors_pb2,
     generation_service_pb2,
@@ -21,6 +28,11 @@ CONTRACT_FILES: tuple[FileDescriptor, ...] = (
     routing_service_pb2.DESCRIPTOR,
     server_service_pb2.DESCRIPTOR,
     weight_sync_service_pb2.DESCRIPTOR,
+    checkpoint_service_pb2.DESCRIPTOR,
+    policy_errors_pb2.DESCRIPTOR,
+    rank_service_pb2.DESCRIPTOR,
+    training_service_pb2.DESCRIPTOR,
+    weights_service_pb2.DESCRIPTOR,
 )
 
 

@@ -15,7 +15,7 @@ from treadle.trainer.demo import DEMO
 from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers.pool import loop_workers
-from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
+from treadle.trainer.rollout.workers.trajectory_codec import PackedMessages
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,7 +16,7 @@ import pytest
 from treadle.agent_loop import SpanTable
 from treadle.tracing.trajectories import SCHEMA, TrajectoryFiles
 from treadle.trainer.main import main
-from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
+from treadle.trainer.rollout.workers.trajectory_codec import PackedMessages
 
 from .testing import StartTrainer, Trainer
 

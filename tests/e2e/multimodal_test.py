@@ -7,7 +7,6 @@ many ids and whatever it says is read as a call of the tool.
 import asyncio
 import io
 import json
-import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +43,7 @@ from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer, ScriptedTool
 from treadle.conformance.contracts.reference import VisionReference
+from treadle.loop_worker.v1 import trajectory_pb2
 from treadle.rollout_server.engine import ElementType, Engine, ModelInfo, PromptImage
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
@@ -56,7 +56,7 @@ from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.main import main
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.workers import pool
-from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import read_trajectory
 
 
 class EverythingIsACall:
@@ -257,11 +257,11 @@ async def test_a_loop_worker_does_not_send_back_the_images_of_a_row(
     ]
     received: list[int] = []
 
-    def measured(packed: PackedTrajectory, *args: Any) -> Trajectory:
-        received.append(len(pickle.dumps(packed, protocol=5)))
-        return unpack_trajectory(packed, *args)
+    def measured(packed: trajectory_pb2.Trajectory, *args: Any) -> Trajectory:
+        received.append(packed.ByteSize())
+        return read_trajectory(packed, *args)
 
-    monkeypatch.setattr(pool, "unpack_trajectory", measured)
+    monkeypatch.setattr(pool, "read_trajectory", measured)
     ended: list[Trajectory] = []
 
     async def sink(trajectory: Trajectory) -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from google.protobuf.message import Message
 
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import NamedTensor, TensorSpec
 from treadle.policy.config.weight_sync import WeightSyncConfig
-from treadle.policy.rank.run_tls import SERVER_NAME
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError

@@ -19,8 +19,9 @@ import gc
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -29,32 +30,21 @@ import grpc
 import grpc.aio
 
 from treadle.agent_loop.child_process import watch_parent, write_ready
-from treadle.agent_loop.rpc.security import CHANNEL_OPTIONS, ChannelSecurity
-from treadle.agent_loop.rpc.token_guard import TokenGuard
+from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS, ChannelSecurity
+from treadle.agent_loop.rpc.token_guard import BlockingTokenGuard, TokenGuard
+from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 
 __all__ = [
-    "CERTIFICATE",
-    "KEY",
-    "ROOTS",
-    "SERVER_NAME",
     "TOKEN_VARIABLE",
     "DrivenAccess",
     "DrivenProgram",
     "serve_driver",
+    "serve_driver_in_threads",
     "start_driven",
 ]
 
 TOKEN_VARIABLE: Final = "TREADLE_RUN_TOKEN"
 """Environment variable with the token that the driver shows; only the same user can read it."""
-SERVER_NAME: Final = "run.treadle.internal"
-"""The name in the certificate of every process of a run."""
-CERTIFICATE: Final = "certificate.pem"
-"""In the directory of a run's certificates: that of every process."""
-KEY: Final = "key.pem"
-"""The certificate's private key."""
-ROOTS: Final = "roots.pem"
-"""The certificate of the run's authority."""
-
 _FLUSH_S = 5.0
 """Maximum time in which the last answers leave."""
 _SILENT_MS = 10_000
@@ -70,6 +60,8 @@ _OPTIONS = (
     ("grpc.max_metadata_size", 1 << 20),
     ("grpc.absolute_max_metadata_size", 1 << 20),
 )
+_THREADS = 4
+"""One for the driver's stream, the others for strangers, who are refused at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +98,7 @@ class DrivenAccess:
             server_name=SERVER_NAME,
             token=self.token,
             trusts_network=self.tls is None,
-            options=(*CHANNEL_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
+            options=(*CONNECTING_OPTIONS, *_OPTIONS, ("grpc.max_receive_message_length", -1)),
         )
 
 
@@ -169,14 +161,7 @@ async def serve_driver(
     """
     server = grpc.aio.server(
         interceptors=(TokenGuard(program.token),),
-        options=(
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", _MAX_REQUEST_BYTES),
-            # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
-            ("grpc.server_handshake_timeout_ms", _SILENT_MS),
-            ("grpc.max_connection_idle_ms", _SILENT_MS),
-            *_OPTIONS,
-        ),
+        options=_server_options(max_bytes=_MAX_REQUEST_BYTES),
     )
     for add in add_services:
         add(server)
@@ -189,7 +174,51 @@ async def serve_driver(
         await server.stop(_FLUSH_S)
 
 
-def _bind(server: grpc.aio.Server, program: DrivenProgram) -> int:
+@contextmanager
+def serve_driver_in_threads(
+    program: DrivenProgram, *add_services: Callable[[grpc.Server], None]
+) -> Iterator[str]:
+    """Serves as `serve_driver`, with threads, and messages of any size.
+
+    For a program whose event loop runs code of a user, which may hold it for long.
+
+    Args:
+        program: How to serve.
+        add_services: Each adds a servicer to the server.
+
+    Raises:
+        RuntimeError: The program cannot listen on its host.
+        OSError: A certificate cannot be read.
+    """
+    server = grpc.server(
+        ThreadPoolExecutor(_THREADS, thread_name_prefix="serve driver"),
+        interceptors=[BlockingTokenGuard(program.token)],
+        # Nothing of a message is read before the token is checked.
+        options=_server_options(max_bytes=-1),
+    )
+    for add in add_services:
+        add(server)
+    address = f"{program.host}:{_bind(server, program)}"
+    server.start()
+    write_ready(program.ready_file, address)
+    try:
+        yield address
+    finally:
+        server.stop(_FLUSH_S).wait()
+
+
+def _server_options(*, max_bytes: int) -> tuple[tuple[str, int], ...]:
+    return (
+        *_OPTIONS,
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_bytes),
+        # Until TLS and HTTP/2 are agreed on, and then without a call: the driver has one open.
+        ("grpc.server_handshake_timeout_ms", _SILENT_MS),
+        ("grpc.max_connection_idle_ms", _SILENT_MS),
+    )
+
+
+def _bind(server: grpc.aio.Server | grpc.Server, program: DrivenProgram) -> int:
     address = f"{program.host}:0"
     if program.tls is None:
         return server.add_insecure_port(address)

@@ -12,7 +12,7 @@ import grpc.aio
 from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.loopback import is_loopback
 
-CHANNEL_OPTIONS = (
+CONNECTING_OPTIONS = (
     # `retry` implements retries and waits; gRPC's own would multiply them.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -22,6 +22,9 @@ CHANNEL_OPTIONS = (
     ("grpc.min_reconnect_backoff_ms", 10_000),
     # A proxy from the environment must not come between us and a server on this machine.
     ("grpc.enable_http_proxy", 0),
+)
+CHANNEL_OPTIONS = (
+    *CONNECTING_OPTIONS,
     # Without pings, a stream from a host that is gone would hang until its deadline. This project's
     # servers allow one ping every ten seconds.
     ("grpc.keepalive_time_ms", 20_000),
@@ -41,7 +44,7 @@ class ChannelSecurity:
         server_name: The name that a server's certificate must have; None means that of its host.
         token: Sent as "authorization: Bearer ..." with every call; None means no token.
         trusts_network: Whether the token may leave this machine in plain text.
-        options: Of gRPC, for each channel.
+        options: Options of gRPC's channels, beside those of TLS.
     """
 
     tls: bool = False
@@ -49,7 +52,7 @@ class ChannelSecurity:
     server_name: str | None = None
     token: str | None = None
     trusts_network: bool = False
-    options: tuple[tuple[str, int | str], ...] = CHANNEL_OPTIONS
+    options: tuple[tuple[str, int], ...] = CHANNEL_OPTIONS
 
     def open(self, address: str) -> grpc.aio.Channel:
         """Opens a channel; nothing is sent yet.

@@ -48,6 +48,28 @@ class TokenGuard(grpc.aio.ServerInterceptor):
         return await continuation(handler_call_details)
 
 
+class BlockingTokenGuard(grpc.ServerInterceptor):
+    """The same for a server whose handlers run in threads."""
+
+    def __init__(self, token: str) -> None:
+        self._check = TokenCheck(token)
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], "Handler | None"],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "Handler | None":
+        """Returns the method's handler, or one that refuses."""
+        problem = self._check.problem(handler_call_details)
+        if problem is None:
+            return continuation(handler_call_details)
+
+        def refuse(requests: object, context: grpc.ServicerContext) -> None:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
+
+
 def refusing(refuse: Callable[[Context], Awaitable[None]]) -> Handler:
     """Returns a handler that only calls `refuse`, which raises."""
 

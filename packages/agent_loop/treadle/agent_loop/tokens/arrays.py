@@ -6,17 +6,14 @@ Invariants:
    view of them (`data`) on reading: a view takes 300 bytes, more than a short array has. It may
    also hold less (`LateMemory`), of which the memory is made on reading.
 2. It is a `Sequence`, equal to an array or a tuple of the same values, with the hash of that tuple.
-3. It crosses a process as bytes: pickling makes no Python object per token, and pickle protocol 5
-   hands its memory out of band, without a copy, if the caller asks for that (`buffer_callback`).
+3. A copy of it is made of its memory: no Python object is made per token.
 
 `numpy.asarray(array)` has the values without a copy; nothing here imports numpy.
 """
 
-import copyreg
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from pickle import PickleBuffer
 from typing import Any, ClassVar, Self, SupportsIndex, TypeVar, overload
 
 __all__ = ["BoolArray", "FloatArray", "IntArray", "LateMemory", "TypedArray"]
@@ -75,7 +72,7 @@ class TypedArray(Sequence[T]):
         return values if type(values) is cls else cls(values)
 
     @classmethod
-    def of_buffer(cls, buffer: bytes | bytearray | memoryview | PickleBuffer) -> Self:
+    def of_buffer(cls, buffer: bytes | bytearray | memoryview) -> Self:
         """Returns an array that has the memory of a buffer, which nobody may change any more.
 
         Raises:
@@ -156,13 +153,8 @@ class TypedArray(Sequence[T]):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({list(self)!r})"
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[object, ...]:
-        memory = PickleBuffer(self.data) if protocol.__index__() >= 5 else self.data.tobytes()
-        # A reader that admits classes alone, such as the trainer's group store, can read this.
-        return copyreg.__newobj__, (type(self),), memory  # type: ignore[attr-defined]
-
-    def __setstate__(self, memory: bytes | bytearray | memoryview | PickleBuffer) -> None:
-        self._memory = self.of_buffer(memory)._memory
+    def __reduce__(self) -> tuple[object, ...]:
+        return self.of_buffer, (self.data.tobytes(),)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
         numpy: Any = sys.modules["numpy"]  # which calls this

@@ -6,16 +6,14 @@ tokens and the messages of a trajectory stay as they came until somebody reads t
 Invariants:
 
 1. Whether a field is late changes nothing that a reader sees: values, equality, hash, `repr`,
-   `dataclasses.replace`, copies and pickles are those of an object that had it from the start.
+   `dataclasses.replace` and copies are those of an object that had it from the start.
 2. All readers get the same object, also where threads read at once.
-3. A pickle has the source, not the value, and names classes alone, for readers that admit no
-   functions.
 """
 
 import threading
 from abc import ABC, abstractmethod
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, SupportsIndex, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, cast
 
 __all__ = ["FieldSource", "LateField"]
 
@@ -25,7 +23,7 @@ _KEEPING = threading.Lock()
 
 
 class FieldSource(ABC, Generic[V]):
-    """Makes the value of a field; can be pickled."""
+    """Makes the value of a field."""
 
     __slots__ = ("_made",)
 
@@ -91,12 +89,6 @@ class LateField(Generic[S]):
         names = (field.name for field in fields(cast(Any, self)))
         return {name: getattr(self, name) for name in names if name != self._LATE}
 
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        source = self.source
-        if source is None:
-            return super().__reduce_ex__(protocol)
-        return _Restored, (type(self), source, self.values_but_late())
-
     if not TYPE_CHECKING:  # else every name would be an attribute
 
         def __getattr__(self, name: str) -> object:
@@ -104,10 +96,3 @@ class LateField(Generic[S]):
             if name == self._LATE:
                 return self._source.value()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-class _Restored:
-    """Pickle calls it for an object with a late field; it has no instances."""
-
-    def __new__(cls, kind: type[LateField[S]], source: S, values: dict[str, Any]) -> Any:
-        return kind.of_source(source, **values)

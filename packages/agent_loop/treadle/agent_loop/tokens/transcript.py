@@ -159,9 +159,6 @@ class SpanTable(FieldSource[tuple[Span, ...]]):
             for origin, start, stop, version in self.rows()
         )
 
-    def __reduce__(self) -> tuple[type[Self], tuple[IntArray]]:
-        return type(self), (self.values,)
-
 
 class _SampledLogprobs(LateMemory):
     """Log-probabilities of L tokens, in the memory of those of the S sampled ones; others are 0.

@@ -42,6 +42,7 @@ class Capabilities:
     critic: bool = False
     other_reference: bool = False
     offload: bool = False
+    routing_replay: bool = False
     recompute: bool = False
     shared_prefixes: bool = False
 

@@ -19,6 +19,7 @@ Nothing here imports torch: the driver shards its batches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -102,7 +103,7 @@ class Shard:
     """
 
     head: pb.Shard
-    buffers: list[memoryview] = field(default_factory=list)
+    buffers: deque[memoryview] = field(default_factory=deque)
 
     def place(self, data: NDArray[Any] | bytes, array: pb.Array) -> None:
         """Adds an array to the memory, and notes its place."""
@@ -111,14 +112,15 @@ class Shard:
         array.element_type, array.length = data.dtype.str[1:], len(data)
         array.offset = self.head.memory_bytes
         padding = -data.nbytes % _ALIGNED
-        self.buffers += [memoryview(data.view(np.uint8)), memoryview(bytes(padding))]
+        self.buffers += (memoryview(data.view(np.uint8)), memoryview(bytes(padding)))
         self.head.memory_bytes += data.nbytes + padding
 
     def messages(self) -> Iterator[pb.SendBatchRequest]:
-        """Yields what `SendBatch` is given."""
+        """Yields what `SendBatch` is given, once: the memory is not kept."""
         yield pb.SendBatchRequest(shard=self.head)
         part = bytearray()
-        for buffer in self.buffers:
+        while self.buffers:
+            buffer = self.buffers.popleft()
             while len(buffer):
                 free = _PART_BYTES - len(part)
                 part += buffer[:free]

@@ -185,8 +185,8 @@ class MoeConfig(BaseModel):
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
     routing_replay: bool = False
     """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
-    and in the update (R3, arXiv:2510.11370). The engine must report them: rollout.name=torch does.
-    The reference chooses its own."""
+    and in the update (R3, arXiv:2510.11370). The engine must report them: torch, vllm and sglang
+    do. The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):
@@ -219,6 +219,10 @@ class PolicyConfig(BaseModel):
     backend: BackendName = "megatron"
     """What computes the policy. megatron: Megatron-core. fake: a model without its layers, in one
     process, for trying out everything around a policy; it starts in a moment and learns little."""
+    command: tuple[str, ...] = ()
+    """Program and leading arguments that start a rank in an environment of its own, with another
+    Python and another torch, such as /opt/policy/bin/treadle-policy-rank; the rank does not see the
+    trainer's Python. With Ray it must be on every node. Empty: the trainer's interpreter."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes, and how they share the model."""
     optimizer: OptimizerConfig = OptimizerConfig()

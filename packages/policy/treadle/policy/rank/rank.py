@@ -11,11 +11,12 @@ import gc
 import logging
 import platform
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, cast, get_args
 
 from google.protobuf.message import Message
 
@@ -28,10 +29,12 @@ from treadle.policy.backend import (
     PolicyBackend,
     Rendezvous,
 )
+from treadle.policy.backends import registry
 from treadle.policy.client.methods import verb
 from treadle.policy.client.shards import decode
 from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.choices import BackendName
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
@@ -68,6 +71,10 @@ _CAUSES: Final[Mapping[str, RankCause]] = {
     **dict.fromkeys(("GetPolicyInfo", "ReportTime", "ReportOffload", "Stop"), "waiting"),
 }
 """What the time of a request goes to, unless a part of it says otherwise; else to weights."""
+
+
+_LIBRARIES: Final = {"megatron": "megatron-core"}
+"""The library whose version is that of a backend; else that of this package."""
 
 
 class PolicyRank:
@@ -115,7 +122,7 @@ class PolicyRank:
     def _execute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
         match request:
             case rank_pb.GetPolicyInfoRequest():
-                return _info()
+                return _info(request.backend)
             case rank_pb.OpenRendezvousRequest():
                 self._listener = socket.create_server((self._host, 0))
                 address = f"{self._host}:{self._listener.getsockname()[1]}"
@@ -254,8 +261,6 @@ class PolicyRank:
         return self._collective
 
     def _build(self, request: rank_pb.InitializeRequest) -> rank_pb.InitializeResponse:
-        from treadle.policy.backends import registry
-
         self._rank = request.rank
         config = from_json(PolicyConfig, request.policy)
         host, _, port = request.rendezvous.rpartition(":")
@@ -291,22 +296,35 @@ class PolicyRank:
         return response
 
 
-def _info() -> rank_pb.GetPolicyInfoResponse:
+def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
+    """Returns what a rank here can do.
+
+    Raises:
+        SetupError: It does not have the backend.
+    """
+    known = get_args(BackendName)
+    if backend not in known:
+        raise SetupError(
+            f"this rank, of treadle-policy {_version('treadle-policy')}, has no backend "
+            f"{backend!r} (policy.backend), only {', '.join(known)}: start it in an environment "
+            "with a newer treadle-policy (policy.command)"
+        )
+    can = registry.describe(cast(BackendName, backend)).capabilities
     return rank_pb.GetPolicyInfoResponse(
         treadle_version=_version("treadle-policy"),
-        backend="megatron",
-        backend_version=_version("megatron-core"),
+        backend=backend,
+        backend_version=_version(_LIBRARIES.get(backend, "treadle-policy")),
         python_version=platform.python_version(),
         torch_version=_version("torch"),
         capabilities=rank_pb.Capabilities(
             reference=True,
-            critic=True,
-            lora=True,
-            offload=True,
-            routing_replay=True,
-            tensor_parallel=True,
-            pipeline_parallel=True,
-            context_parallel=True,
+            critic=can.critic,
+            lora=can.lora,
+            offload=can.offload,
+            routing_replay=can.routing_replay,
+            tensor_parallel="tensor" in can.parallel,
+            pipeline_parallel="pipeline" in can.parallel,
+            context_parallel="context" in can.parallel,
         ),
     )
 
@@ -384,8 +402,20 @@ def _raised_by_communication(error: Exception) -> bool:
     return type(error) is RuntimeError and module.startswith(_COMMUNICATING)
 
 
-def main(argv: Sequence[str]) -> int:
+def _print_versions() -> int:
+    from treadle.policy.backends.megatron import device
+
+    device.install()  # raises where a rank could not start
+    found = (f"{name} {_version(name)}" for name in ("treadle-policy", "megatron-core", "torch"))
+    sys.stdout.write(f"{', '.join(found)}, Python {platform.python_version()}\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Serves one driver; returns exit status 0 if no request failed."""
-    program = start_driven(argv, module="treadle.policy.rank")
+    words = sys.argv[1:] if argv is None else argv
+    if words == ["--version"]:
+        return _print_versions()
+    program = start_driven(words, module="treadle.policy.rank")
     with RankServer(program) as server:
         return 0 if serve(server, PolicyRank(program.host)) else 1

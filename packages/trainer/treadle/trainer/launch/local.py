@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Self
 
-from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.gpus import visible_devices
 from treadle.trainer.launch.process import (
@@ -26,6 +25,7 @@ from treadle.trainer.launch.process import (
     ProcessSpec,
     child_python_path,
 )
+from treadle.trainer.launch.run_tls import RunTls
 
 __all__ = ["KILLED_S", "LocalLauncher", "LocalProcess", "describe_exit", "read_tail"]
 

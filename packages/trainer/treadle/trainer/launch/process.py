@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
-from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.config.topology import Devices
+from treadle.trainer.launch.run_tls import RunTls
 
 __all__ = [
     "Launcher",

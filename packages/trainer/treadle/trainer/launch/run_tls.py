@@ -1,4 +1,4 @@
-"""The certificates of a run on several hosts, and the contexts of TLS that use them.
+"""The certificates of a run on several hosts.
 
 The driver makes an authority for each attempt of a run, and with it one certificate for all of its
 processes, as servers and as clients. A process that has the key belongs to the run, on any host:
@@ -13,16 +13,47 @@ them afterwards.
 import datetime
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 
-__all__ = ["run_tls", "write_private"]
+__all__ = ["RunTls", "run_tls", "write_private"]
 
 _DAY = datetime.timedelta(days=1)
 _VALID = 3650 * _DAY  # longer than any run: the files end with it
+
+
+@dataclass(frozen=True, slots=True)
+class RunTls:
+    """The files of a run's certificates; picklable.
+
+    Attributes:
+        directory: Absolute; the same path on every node.
+    """
+
+    directory: Path
+
+    @property
+    def certificate(self) -> Path:
+        """PEM file of the certificate of every process."""
+        return self.directory / CERTIFICATE
+
+    @property
+    def key(self) -> Path:
+        """PEM file of its private key."""
+        return self.directory / KEY
+
+    @property
+    def roots(self) -> Path:
+        """PEM file of the authority's certificate."""
+        return self.directory / ROOTS
+
+    def read(self) -> Mapping[Path, bytes]:
+        """Returns the content of each file of the directory, by its path."""
+        return {path: path.read_bytes() for path in sorted(self.directory.glob("[!.]*"))}
 
 
 @contextmanager

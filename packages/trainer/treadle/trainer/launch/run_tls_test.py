@@ -1,40 +1,59 @@
+import asyncio
 import contextlib
-import ssl
 import stat
 from pathlib import Path
+from typing import TypeAlias
 
+import grpc
+import grpc.aio
 import pytest
 
-from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
-from treadle.trainer.launch.run_tls import run_tls, write_private
+from treadle.agent_loop.rpc.driven import DrivenAccess, DrivenProgram, serve_driver
+from treadle.trainer.launch.run_tls import RunTls, run_tls, write_private
+
+_Method: TypeAlias = "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]"
 
 
-def _handshake(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Lets both sides shake hands in memory; raises what either of them finds wrong."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    sides = [
-        client.wrap_bio(to_client, to_server, server_hostname=SERVER_NAME),
-        server.wrap_bio(to_server, to_client, server_side=True),
-    ]
-    for _ in range(3):
-        for side in sides:
-            with contextlib.suppress(ssl.SSLWantReadError):
-                side.do_handshake()
-    assert [side.version() for side in sides] == ["TLSv1.3", "TLSv1.3"]
+class _Echo(grpc.GenericRpcHandler):
+    def service(
+        self, handler_call_details: grpc.HandlerCallDetails
+    ) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        async def echo(request: bytes, context: object) -> bytes:
+            return request
+
+        return grpc.unary_unary_rpc_method_handler(echo)
 
 
-def test_only_processes_of_the_run_hear_each_other(tmp_path: Path) -> None:
+async def _answer(program: RunTls, driver: DrivenAccess) -> bytes:
+    """Returns what a program of a run answers to a driver who has its token."""
+    served = DrivenProgram(
+        host="127.0.0.1",
+        token=driver.token,
+        ready_file=program.directory / ".ready",
+        tls=program.directory,
+    )
+    async with serve_driver(served, lambda s: s.add_generic_rpc_handlers((_Echo(),))) as address:
+        host, _, port = address.rpartition(":")
+        _, silent = await asyncio.open_connection(host, int(port))  # it delays nobody
+        security = driver.channels()
+        with contextlib.closing(silent):
+            async with security.open(address) as channel:
+                echo: _Method = channel.unary_unary("/test/Echo")
+                return await echo(b"hello", metadata=security.metadata, timeout=30)
+
+
+@pytest.mark.asyncio
+async def test_only_processes_of_the_run_hear_each_other(tmp_path: Path) -> None:
     with run_tls(tmp_path / "one") as one, run_tls(tmp_path / "other") as other:
-        _handshake(one.server_context(), one.client_context())
-        with pytest.raises(ssl.SSLCertVerificationError):
-            _handshake(other.server_context(), one.client_context())
-        stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        stranger.load_verify_locations(one.roots)
-        with pytest.raises(ssl.SSLError, match="CERTIFICATE"):
-            _handshake(one.server_context(), stranger)
+        assert await _answer(one, DrivenAccess(tls=one.directory)) == b"hello"
+        for driver in (DrivenAccess(tls=other.directory), DrivenAccess()):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await _answer(one, driver)
+            assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-def test_the_files_are_private_and_end_with_the_run(tmp_path: Path) -> None:
+@pytest.mark.asyncio
+async def test_the_files_are_private_and_end_with_the_run(tmp_path: Path) -> None:
     directory = tmp_path / "tls"
     directory.mkdir()
     (directory / "key.pem").write_text("of a run that was killed")
@@ -51,5 +70,5 @@ def test_the_files_are_private_and_end_with_the_run(tmp_path: Path) -> None:
             before = copy.stat().st_ino
             write_private(copy, content)
             assert copy.stat().st_ino == before  # a second process there leaves it alone
-        _handshake(on_a_node.server_context(), tls.client_context())
+        assert await _answer(on_a_node, DrivenAccess(tls=tls.directory)) == b"hello"
     assert not directory.exists()

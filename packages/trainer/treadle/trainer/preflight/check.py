@@ -52,6 +52,7 @@ from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
+from treadle.trainer.launch.policy_ranks import ask_rank_command
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
@@ -173,7 +174,7 @@ class _Checks:
         self._prompts: dict[str, PromptSet] = {}
         self._resume: ResumePoint | None = None
         self._plan: Plan | None = None
-        self._server_answer: str | None = None
+        self._answers = dict[str, str]()
         self._gpus: tuple[Gpu, ...] = ()
         self._cluster: str | None = None
 
@@ -328,7 +329,10 @@ class _Checks:
         with self._check():
             check_server_command(config)
             if config.rollout.server_command and config.launch.kind == "local":
-                self._server_answer = ask_server_command(config)
+                self._answers["server settings"] = ask_server_command(config)
+        with self._check():
+            if (answer := ask_rank_command(config)) is not None:
+                self._answers["policy ranks"] = answer
         with self._check():
             check_launcher(config)
         with self._check():
@@ -375,9 +379,8 @@ class _Checks:
             *describe(config, self._own, inputs, self._backend, self._architecture),
             ("memory of a policy rank", line),
             *device_rows(config, self._architecture, memory, self._gpus, self._cluster),
+            *self._answers.items(),
         )
-        if self._server_answer is not None:
-            details = (*details, ("server settings", self._server_answer))
         return CheckedRun(
             config=config,
             run_dir=self._run_dir,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.cli.console import new_run_dir
+from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.config.load import ConfigError, load_config
 from treadle.trainer.data import DataError
 from treadle.trainer.demo import DEMO

@@ -45,7 +45,7 @@ class Runner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerSettings:
-    """The settings of some tasks that a configuration leaves open; picklable.
+    """The settings of some tasks that a configuration leaves open.
 
     Attributes:
         sampling: How completions are sampled.

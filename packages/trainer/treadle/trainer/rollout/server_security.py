@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config
-from treadle.trainer.launch.run_tls import write_private
+from treadle.trainer.launch.run_tls import RunTls, write_private
 
 __all__ = ["TOKEN_FILE", "needs_own_token", "server_security", "with_own_secrets"]
 

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from treadle.policy.rank.run_tls import SERVER_NAME, RunTls
+from treadle.agent_loop.run_certificate import SERVER_NAME
 from treadle.policy.weight_sync.server_security import ServerSecurity
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
+from treadle.trainer.launch.run_tls import RunTls
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import TOKEN_FILE, server_security, with_own_secrets
 

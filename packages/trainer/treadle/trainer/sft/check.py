@@ -14,6 +14,7 @@ from treadle.agent_loop import SetupError
 from treadle.policy.backends.registry import describe
 from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError
@@ -21,7 +22,7 @@ from treadle.trainer.data.load_data import load_renderer, model_context
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
-from treadle.trainer.loggers.named import ALWAYS
+from treadle.trainer.launch.policy_ranks import ask_rank_command
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
@@ -111,12 +112,7 @@ class CheckedSft:
         )
         every = "never" if schedule.val_every is None else f"every {schedule.val_every} steps"
         yield "validation", every
-        saved = "" if schedule.save_every is None else f"every {schedule.save_every} steps"
-        last = "after the last step" if schedule.save_last else ""
-        yield (
-            "checkpoints",
-            ", ".join(filter(None, (saved, last))) or ("never: the trained model will be lost"),
-        )
+        yield "checkpoints", schedule.when_saved()
         yield from topology_rows(config)
         if config.launch.gpus_per_node:
             yield "  found", found_gpus(config, self.gpus)
@@ -163,6 +159,8 @@ def check_sft(
         check_run_directory(run_dir, config)
     with problems.collected():
         check_launcher(config)
+    with problems.collected():
+        ask_rank_command(config)
     gpus: tuple[Gpu, ...] = ()
     with problems.collected():
         gpus = check_gpus(config, needed=gpus_needed)

@@ -68,6 +68,9 @@ def test_the_loss_is_on_assistant_turns_with_their_end_and_on_nothing_else() -> 
     masked = [i for i, sampled in zip(tokens.ids, tokens.loss_mask, strict=True) if sampled]
     assert _RENDERER.decode(masked) == "first<|im_end|>second<|im_end|>"
     assert _RENDERER.decode(tokens.prompt_ids).endswith("one<|im_end|>\n<|im_start|>assistant\n")
+    half = Demonstration(messages=chat, unlearned=frozenset({2}))
+    assert _said(half) == ["second<|im_end|>"]
+    assert _ledger(half).ids == tokens.ids
 
 
 def _calculation(

@@ -31,7 +31,7 @@ from treadle.trainer.report.trajectories import (
     to_spans,
 )
 from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text, to_json
-from treadle.trainer.rollout.workers.trajectory_frames import PackedMessages
+from treadle.trainer.rollout.workers.trajectory_codec import PackedMessages
 
 if TYPE_CHECKING:
     from treadle.trainer.training_loop.groups import StepBatch

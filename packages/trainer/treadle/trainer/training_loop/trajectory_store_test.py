@@ -3,7 +3,6 @@
 import asyncio
 import json
 import math
-import pickle
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +38,7 @@ from treadle.tracing.trajectories import (
 from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 from treadle.trainer.report.testing import make_task, make_trajectory
 from treadle.trainer.rollout.workers.stored_text import stored_text
-from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import pack_trajectory, read_trajectory
 from treadle.trainer.training_loop.groups import StepBatch, groups_of, make_batch
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 
@@ -130,17 +129,13 @@ async def test_what_a_worker_says_of_its_trajectories_is_written_as_it_came(tmp_
     shows = Message(role="tool", content="", name="zoom", images=(other,))
     first = replace(first, messages=(*first.messages[:2], seen, shows, *first.messages[2:]))
     second = replace(second, samples=(Tokens.empty(), second.samples[0]))
-    odd_span = replace(first.samples[0].spans[1], weight_version=-7)
-    odd = replace(
-        first.samples[0], spans=(first.samples[0].spans[0], odd_span, *first.samples[0].spans[2:])
-    )
-    first = replace(first, samples=(odd, first.samples[0]))
+    first = replace(first, samples=first.samples * 2)
     here = [first, second, failed]
 
     def sent(trajectory: Trajectory) -> Trajectory:
         text = stored_text(trajectory, _decode, response_characters=SNIPPET_CHARACTERS)
-        packed = pickle.dumps(pack_trajectory(trajectory, trajectory.task, text), protocol=5)
-        return unpack_trajectory(pickle.loads(packed), trajectory.task, {})
+        packed = pack_trajectory(trajectory, trajectory.task, text)
+        return read_trajectory(packed, trajectory.task, {})
 
     arrived = [sent(trajectory) for trajectory in here]
     written = []

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from treadle.policy.backends.description import ModelShape, UnsupportedModelError
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
 from treadle.policy.backends.megatron.vision.shape import VisionShape
+from treadle.policy.client.hf_files import quantisation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -132,8 +133,8 @@ MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
 """The model types that can be trained."""
 
 _DELTA_NET: Final = (
-    "it has gated delta net layers: Megatron-core 0.16.1 computes those only with "
-    "flash-linear-attention, on a GPU, and not for sequences that are packed"
+    "it has gated delta net layers: Megatron-core computes those of packed sequences only from "
+    "0.18 on, with flash-linear-attention, on a GPU"
 )
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -229,6 +230,11 @@ class Architecture(ModelShape):
             )
         # Before transformers reads it, which knows fewer types than there are.
         _check_type(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
+        if (found := quantisation(folder)) is not None:
+            raise UnsupportedModelError(
+                f"the weights are quantised, which is not read: {found}; take the model's "
+                "publication in bfloat16, or dequantise it"
+            )
         return cls.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
     @classmethod

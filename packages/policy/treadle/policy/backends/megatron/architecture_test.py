@@ -1,5 +1,6 @@
 """The table of model types in parallel layouts, and what of models is refused."""
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -185,6 +186,15 @@ def test_settings_that_are_not_computed_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         Architecture.from_config(config_of(model_type, **settings))
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UnsupportedModelError, match=r"config\.json has quantization_config \(fp8\)"
+    ):
+        Architecture.from_folder(tmp_path)
 
 
 def test_what_cannot_be_split_shared_or_adapted_is_refused() -> None:

@@ -118,9 +118,10 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         except BaseException:
             self.world.close()
             raise
-        # With LoRA the model without its adapters is the reference, if there is no other.
+        # The model without new adapters is the one that the run began with; it needs no copy.
+        self._begins_bare = bool(config.lora.rank) and config.lora.path is None
         self._reference: PolicyModel | list[Tensor] | None = None
-        if keep_reference and reference_path is None and not config.lora.rank:
+        if keep_reference and reference_path is None and not self._begins_bare:
             self._reference = [self._copied(p) for p in self._trained()]
         self._offload = offload_of(
             config.offload, self._net, self._optimizer, reference=self._other_reference
@@ -241,7 +242,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
                 return self._logprobs(self._reference, self._reference, sequences, temperature)
             finally:
                 self._offload.release("reference")
-        if self._config.lora.rank:
+        if self._begins_bare:
             with switched_off(self._model):
                 return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:

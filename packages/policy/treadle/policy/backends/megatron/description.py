@@ -36,6 +36,7 @@ class MegatronDescription(BackendDescription):
         critic=True,
         other_reference=True,
         offload=True,
+        routing_replay=True,
         recompute=True,
         shared_prefixes=True,
     )

@@ -26,8 +26,7 @@ from treadle.policy.backends.megatron.attention import Segments, take_rows
 from treadle.policy.backends.megatron.context.attention import ContextSegments
 from treadle.policy.backends.megatron.context.loss_tokens import LossTokens
 from treadle.policy.backends.megatron.context.rows import rows_of_ranks
-from treadle.policy.backends.megatron.experts.replay import replayed_indices
-from treadle.policy.backends.megatron.experts.routing import Routing
+from treadle.policy.backends.megatron.experts.routing import Routing, replayed_indices
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
 from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
 from treadle.policy.client.batch import check_optional_fields, input_length

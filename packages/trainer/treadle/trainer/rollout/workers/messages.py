@@ -1,70 +1,62 @@
-"""The messages between the driver and a loop worker, and how spans travel.
+"""What the messages between driver and loop workers hold, beside trajectories.
 
-Invariants:
-
-1. A worker asks for tasks (`Asks`) and is never given more than it asked for. Each task that it was
-   given ends once, by `Ended`, unless its run or the worker ends first.
-2. A trajectory is packed by itself (`trajectory_frames`), so that one that cannot be pickled fails
-   alone.
+The messages themselves are in `proto/treadle/loop_worker/v1`. Settings travel as JSON of their
+classes, since both sides are of one release.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, ClassVar, Final
+
+from pydantic import ConfigDict, TypeAdapter
 
 from treadle.agent_loop import AgentTask
 from treadle.agent_loop.rpc import Requirements
-from treadle.policy.client.signs_of_life import Alive
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
+from treadle.loop_worker.v1 import trajectory_pb2
 from treadle.policy.weight_sync.server_security import ServerSecurity
-from treadle.tracing import FinishedSpan, SpanContext, SpanError, plain
+from treadle.tracing import FinishedSpan, SpanError, plain
 from treadle.trainer.config.schema import Config
 from treadle.trainer.rollout.make_runner import RunnerSettings
-from treadle.trainer.rollout.workers.trajectory_frames import PackedTrajectory
+from treadle.trainer.rollout.workers.plain_values import from_wire, to_wire
+from treadle.trainer.rollout.workers.stored_text import to_json
+from treadle.trainer.rollout.workers.trajectory_codec import (
+    ImageNumbers,
+    pack_task,
+    read_images,
+    read_task,
+)
 
 __all__ = [
-    "Alive",
-    "Asks",
-    "Begin",
-    "Bound",
-    "End",
-    "Ended",
-    "FromDriver",
-    "FromWorker",
-    "Give",
+    "RUNNER_SETTINGS",
+    "WORKER_SETTINGS",
     "GivenTask",
-    "Ready",
-    "Refused",
-    "RunFailed",
-    "Setup",
-    "Stop",
-    "Warned",
-    "Weights",
+    "WorkerSettings",
+    "attributes_json",
+    "pack_given",
     "pack_spans",
-    "unpack_spans",
-]
-
-_SpanFields: TypeAlias = tuple[
-    str, str, str, str | None, int, int, Mapping[str, object], tuple[str, str] | None
+    "read_attributes",
+    "read_given",
+    "read_spans",
 ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
-    """The first message to a worker: what all of its runs have in common.
+class WorkerSettings:
+    """What all runs of a worker have in common.
 
     Attributes:
-        config: Of the run; its paths are the worker's too.
+        config: Its paths are the worker's, too.
         router: host:port of the routing service.
-        security: How the router and the servers are reached.
-        requirements: What the servers must offer.
-        loops: Names of the loops that run the rows.
-        images: Whether rows may have images.
         response_characters: Maximum length of a `response` in the trajectory files, whose text the
             worker makes (`Give.text`).
         directory: Working directory of the driver, from which relative paths are meant.
     """
+
+    __pydantic_config__: ClassVar = ConfigDict(ser_json_bytes="base64", val_json_bytes="base64")
 
     config: Config
     router: str
@@ -76,25 +68,8 @@ class Setup:
     directory: Path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Begin:
-    """A run begins: some tasks with the same settings.
-
-    Attributes:
-        run: Number of the run.
-        settings: Of its tasks.
-        max_in_flight: Maximum number of its tasks that this worker asks for at a time.
-        recording: Whether spans are wanted.
-        parent: The span that was open where the run was begun.
-        attributes: Of all spans of the run.
-    """
-
-    run: int
-    settings: RunnerSettings
-    max_in_flight: int
-    recording: bool
-    parent: SpanContext | None
-    attributes: Mapping[str, object]
+WORKER_SETTINGS: Final = TypeAdapter(WorkerSettings)
+RUNNER_SETTINGS: Final = TypeAdapter(RunnerSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +78,7 @@ class GivenTask:
 
     Attributes:
         number: Unique in its run.
-        task: To run.
-        attributes: Of its spans.
+        attributes: Plain values, for each of its spans.
     """
 
     number: int
@@ -112,145 +86,74 @@ class GivenTask:
     attributes: Mapping[str, object]
 
 
-@dataclass(frozen=True, slots=True)
-class Give:
-    """Tasks of a run, at most as many as the worker asked for.
+def pack_given(given: GivenTask, number: ImageNumbers) -> pb.GivenTask:
+    """Returns a task for `read_given`.
 
-    Attributes:
-        run: Of the tasks.
-        tasks: To run.
-        text: Whether the worker makes the text of trajectories that end from now on, for the
-            trajectory files; else few are stored, and the driver makes it of these.
+    Args:
+        given: To send.
+        number: Numbers the images of all tasks of the message.
+
+    Raises:
+        NotPlainError, ValueError: As `pack_task`.
     """
-
-    run: int
-    tasks: tuple[GivenTask, ...]
-    text: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """The maximum number of tasks of a run that the worker asks for at a time has changed."""
-
-    run: int
-    max_in_flight: int
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """Calls that begin from now on may not be sampled from weights older than this version."""
-
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """A run has ended: what is in flight of it is cancelled."""
-
-    run: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stop:
-    """The worker ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker has everything it needs."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The worker cannot be set up, and ends.
-
-    Attributes:
-        message: What is wrong.
-    """
-
-    message: str
-
-
-@dataclass(frozen=True, slots=True)
-class Asks:
-    """The worker has room for this many more tasks of a run."""
-
-    run: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A task has ended.
-
-    Attributes:
-        run: Of the task.
-        number: Of the task.
-        trajectory: See `pack_trajectory`.
-        spans: What the run has recorded since its last message.
-        asks: Number of tasks that the worker has room for, beyond what it asked for.
-    """
-
-    run: int
-    number: int
-    trajectory: PackedTrajectory
-    spans: tuple[_SpanFields, ...]
-    asks: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunFailed:
-    """A run cannot continue: what is wrong is no matter of one trajectory."""
-
-    run: int
-    message: str
-    traceback: str
-
-
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """A line of the worker's log that the user is to see.
-
-    Attributes:
-        level: Of `logging`.
-        message: The line.
-    """
-
-    level: int
-    message: str
-
-
-FromDriver: TypeAlias = Setup | Begin | Give | Bound | Weights | End | Stop
-FromWorker: TypeAlias = Alive | Ready | Refused | Asks | Ended | RunFailed | Warned
-
-
-def pack_spans(spans: Iterable[FinishedSpan]) -> tuple[_SpanFields, ...]:
-    """Returns spans in a form that can be pickled; what is expensive in them is computed."""
-    return tuple(
-        (
-            span.name,
-            span.trace_id,
-            span.span_id,
-            span.parent_id,
-            span.start_unix_ns,
-            span.duration_ns,
-            {key: plain(value) for key, value in span.attributes.items()},
-            None if span.error is None else (span.error.type, span.error.message),
-        )
-        for span in spans
+    return pb.GivenTask(
+        number=given.number,
+        task=pack_task(given.task, number),
+        attributes=attributes_json(given.attributes),
     )
 
 
-def unpack_spans(packed: Iterable[_SpanFields]) -> Iterable[FinishedSpan]:
+def read_given(give: pb.Give) -> list[GivenTask]:
+    """Returns the tasks of a message."""
+    images = read_images(give.images, {})
+    return [
+        GivenTask(each.number, read_task(each.task, images), read_attributes(each.attributes))
+        for each in give.tasks
+    ]
+
+
+def attributes_json(attributes: Mapping[str, object]) -> bytes:
+    """Returns the attributes of a span as JSON; what is expensive in them is computed."""
+    return to_wire(to_json({key: plain(value) for key, value in attributes.items()}))
+
+
+def read_attributes(text: bytes) -> dict[str, Any]:
+    """Returns the attributes of which `attributes_json` returned the JSON."""
+    read: dict[str, Any] = json.loads(from_wire(text))
+    return read
+
+
+def pack_spans(spans: Iterable[FinishedSpan], into: Any) -> None:
+    """Adds spans to a field of a message."""
+    for span in spans:
+        error = span.error
+        into.add(
+            name=to_wire(span.name),
+            trace_id=span.trace_id,
+            span_id=span.span_id,
+            parent_id=span.parent_id,
+            start_unix_ns=span.start_unix_ns,
+            duration_ns=span.duration_ns,
+            attributes=attributes_json(span.attributes),
+            error=None
+            if error is None
+            else trajectory_pb2.SpanError(type=to_wire(error.type), message=to_wire(error.message)),
+        )
+
+
+def read_spans(packed: Iterable[trajectory_pb2.FinishedSpan]) -> Iterable[FinishedSpan]:
     """Yields the spans that were packed."""
-    for name, trace_id, span_id, parent_id, start, duration, attributes, error in packed:
+    for span in packed:
+        error = span.error
         yield FinishedSpan(
-            name=name,
-            trace_id=trace_id,
-            span_id=span_id,
-            parent_id=parent_id,
-            start_unix_ns=start,
-            duration_ns=duration,
-            attributes=MappingProxyType(dict(attributes)),
-            error=None if error is None else SpanError(type=error[0], message=error[1]),
+            name=from_wire(span.name),
+            trace_id=span.trace_id,
+            span_id=span.span_id,
+            parent_id=span.parent_id if span.HasField("parent_id") else None,
+            start_unix_ns=span.start_unix_ns,
+            duration_ns=span.duration_ns,
+            attributes=MappingProxyType(read_attributes(span.attributes)),
+            error=SpanError(type=from_wire(error.type), message=from_wire(error.message))
+            if span.HasField("error")
+            else None,
         )

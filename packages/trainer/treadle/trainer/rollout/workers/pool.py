@@ -25,7 +25,6 @@ asks, or that is started again. One asyncio task watches for signs of life.
 import asyncio
 import logging
 import math
-import secrets
 from collections import Counter, defaultdict, deque
 from collections.abc import (
     AsyncGenerator,
@@ -36,42 +35,42 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, Self
 
-from treadle.agent_loop import AgentTask, Image, Trajectory
+from treadle.agent_loop import AgentTask, Image, LoopError, Trajectory
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc import Requirements
+from treadle.agent_loop.rpc.driven import DrivenAccess
 from treadle.agent_loop.runner.task_slots import TaskSlots
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
 from treadle.policy.client.signs_of_life import Silence
 from treadle.tracing import (
     TraceSink,
     current_attributes,
     current_sink,
     current_span,
-    plain,
 )
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.rollout.workers.messages import (
-    Asks,
-    Begin,
-    Bound,
-    End,
-    Ended,
-    FromWorker,
-    Give,
+    RUNNER_SETTINGS,
     GivenTask,
-    RunFailed,
-    Setup,
-    Weights,
-    unpack_spans,
+    WorkerSettings,
+    attributes_json,
+    pack_given,
+    read_spans,
 )
+from treadle.trainer.rollout.workers.plain_values import from_wire
 from treadle.trainer.rollout.workers.router import RunRouter
-from treadle.trainer.rollout.workers.trajectory_frames import WorkerLostError, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import (
+    ImageNumbers,
+    WorkerLostError,
+    read_trajectory,
+)
 from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ class _Run:
         failure: What ends the run.
     """
 
-    begin: Begin
+    begin: pb.Begin
     runner: "_WorkersRunner"
     sink: TraceSink
     held: dict[int, _Held] = field(default_factory=dict)
@@ -173,8 +172,8 @@ class LoopWorkers:
         self._requirements = requirements
         self._loops = loops
         self._images = images
-        self._key = secrets.token_bytes(32)
-        self._setup: Setup | None = None
+        self._access = DrivenAccess(tls=None if launcher.tls is None else launcher.tls.directory)
+        self._settings: WorkerSettings | None = None
         self._live: dict[str, LoopWorker] = {}
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
@@ -186,7 +185,7 @@ class LoopWorkers:
         self._flush_due = False
         self._num_lost = self._num_restarted = 0  # both since `take_metrics`
         self._closing = False
-        self._weights = Weights(0)
+        self._weights = 0
         self._wants_text: Callable[[], bool] = lambda: config.run.trajectories_max_bytes > 0
 
     async def start(self, router: str) -> None:
@@ -201,7 +200,7 @@ class LoopWorkers:
         # Loads Arrow, which is not needed to read what a run is to be.
         from treadle.tracing.trajectories.schema import SNIPPET_CHARACTERS
 
-        self._setup = Setup(
+        self._settings = WorkerSettings(
             config=self._config,
             router=router,
             security=server_security(self._config.rollout),
@@ -233,7 +232,7 @@ class LoopWorkers:
 
     def follow(self, servers: "ServerPool") -> None:
         """Keeps the workers from weights that are older than the pool's, from now on."""
-        servers.on_change(lambda routes: self._require(Weights(routes.weight_version)))
+        servers.on_change(lambda routes: self._require(routes.weight_version))
 
     def make_text_while(self, wanted: Callable[[], bool]) -> None:
         """Lets workers make the text of trajectories, for their files, only while it is wanted.
@@ -244,11 +243,17 @@ class LoopWorkers:
         """
         self._wants_text = wanted
 
-    def _require(self, weights: Weights) -> None:
-        if weights != self._weights:
-            self._weights = weights
-            for worker in self._live.values():
-                worker.send(weights)
+    def _require(self, version: int) -> None:
+        if version != self._weights:
+            self._weights = version
+            self._send_to_all(self._weights_command())
+
+    def _weights_command(self) -> pb.Command:
+        return pb.Command(weights=pb.Weights(version=self._weights))
+
+    def _send_to_all(self, command: pb.Command) -> None:
+        for worker in self._live.values():
+            worker.send(command)
 
     def runner(
         self,
@@ -332,29 +337,30 @@ class LoopWorkers:
         """Tells the workers that the bound of a runner has changed."""
         for run in self._runs.values():
             if run.runner is runner:
-                run.begin = replace(run.begin, max_in_flight=runner.max_in_flight)
-                for worker in self._live.values():
-                    worker.send(Bound(run.begin.run, runner.max_in_flight))
+                run.begin.max_in_flight = runner.max_in_flight
+                bound = pb.Bound(run=run.begin.run, max_in_flight=runner.max_in_flight)
+                self._send_to_all(pb.Command(bound=bound))
 
     def _begin(self, runner: "_WorkersRunner") -> _Run:
         self._num_runs += 1
-        sink = current_sink()
+        sink, parent = current_sink(), current_span()
         run = _Run(
-            begin=Begin(
+            begin=pb.Begin(
                 run=self._num_runs,
-                settings=runner.settings,
+                settings=RUNNER_SETTINGS.dump_json(runner.settings),
                 # Each may have all of them: the others may die.
                 max_in_flight=runner.max_in_flight,
                 recording=sink.recording,
-                parent=current_span(),
-                attributes={key: plain(value) for key, value in current_attributes().items()},
+                parent=None
+                if parent is None
+                else pb.Parent(trace_id=parent.trace_id, span_id=parent.span_id),
+                attributes=attributes_json(current_attributes()),
             ),
             sink=sink,
             runner=runner,
         )
         self._runs[run.begin.run] = run
-        for worker in self._live.values():
-            worker.send(run.begin)
+        self._send_to_all(pb.Command(begin=run.begin))
         return run
 
     def _end(self, run: _Run) -> None:
@@ -362,7 +368,7 @@ class LoopWorkers:
         for worker in self._live.values():
             worker.open_asks.pop(run.begin.run, None)
             worker.num_given.pop(run.begin.run, None)
-            worker.send(End(run.begin.run))
+        self._send_to_all(pb.Command(end=pb.End(run=run.begin.run)))
 
     def _give(self, run: _Run) -> None:
         """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
@@ -389,36 +395,61 @@ class LoopWorkers:
     def _flush(self) -> None:
         """Sends what was given in this turn of the event loop, a message for each worker."""
         outbox, self._outbox, self._flush_due = self._outbox, {}, False
-        for (worker, run), tasks in outbox.items():
-            worker.send(Give(run, tuple(tasks), self._wants_text()))
+        for (worker, number), tasks in outbox.items():
+            give, images = pb.Give(run=number, text=self._wants_text()), ImageNumbers()
+            for given in tasks:
+                try:
+                    give.tasks.append(pack_given(given, images))
+                except Exception as problem:  # a row's reader may put anything into it
+                    self._fail_alone(worker, number, given, problem)
+            images.write_new(give.images)
+            worker.send(pb.Command(give=give))
 
-    def _take(self, worker: LoopWorker, message: FromWorker) -> None:
-        if isinstance(message, Asks | Ended | RunFailed):
-            run = self._runs.get(message.run)
-            if run is None or worker.lost:  # it has ended here; the worker was told
-                return
-            match message:
-                case Asks():
-                    worker.open_asks[message.run] += message.count
-                case Ended():
-                    for span in unpack_spans(message.spans):
-                        run.sink.record(span)
-                    held = run.held[message.number]
-                    held.worker = None
-                    worker.num_given[message.run] -= 1
-                    task = held.given.task
-                    known = run.images[task.task_id]
-                    trajectory = unpack_trajectory(message.trajectory, task, known)
-                    run.ended.put_nowait((message.number, trajectory))
-                    worker.open_asks[message.run] += message.asks
-                case RunFailed():
-                    run.fail(
-                        WorkerRunError(
-                            f"loop worker {worker.name} ({worker.place}) failed: "
-                            f"{message.message}\n{message.traceback.rstrip()}"
-                        )
+    def _fail_alone(
+        self, worker: LoopWorker, number: int, given: GivenTask, problem: Exception
+    ) -> None:
+        """Ends a task that cannot be sent."""
+        run = self._runs.get(number)
+        held = None if run is None else run.held.get(given.number)
+        if run is None or held is None or held.worker is not worker:  # lost, or ended, meanwhile
+            return
+        held.worker = None
+        worker.num_given[number] -= 1
+        worker.open_asks[number] += 1
+        error = LoopError(
+            f"task {given.task.task_id!r} cannot be given to a loop worker: "
+            f"{type(problem).__name__}: {problem}"
+        )
+        run.ended.put_nowait((given.number, Trajectory.failed(given.task, error)))
+        self._give(run)
+
+    def _take(self, worker: LoopWorker, event: pb.Event) -> None:
+        kind = event.WhichOneof("message")
+        message = event.asks if kind is None else getattr(event, kind)
+        run = self._runs.get(message.run)
+        if run is None or worker.lost:  # it has ended here; the worker was told
+            return
+        match message:
+            case pb.Asks():
+                worker.open_asks[message.run] += message.count
+            case pb.Ended():
+                for span in read_spans(message.spans):
+                    run.sink.record(span)
+                held = run.held[message.number]
+                task = held.given.task
+                trajectory = read_trajectory(message.trajectory, task, run.images[task.task_id])
+                held.worker = None
+                worker.num_given[message.run] -= 1
+                run.ended.put_nowait((message.number, trajectory))
+                worker.open_asks[message.run] += message.asks
+            case pb.RunFailed():
+                run.fail(
+                    WorkerRunError(
+                        f"loop worker {worker.name} ({worker.place}) failed: "
+                        f"{from_wire(message.message)}\n{from_wire(message.traceback).rstrip()}"
                     )
-            self._give(run)
+                )
+        self._give(run)
 
     # The processes
 
@@ -449,22 +480,22 @@ class LoopWorkers:
         return False
 
     async def _start(self, name: str, process_name: str) -> None:
-        assert self._setup is not None, "start comes first"
+        assert self._settings is not None, "start comes first"
         self._num_started += 1
         worker = await start_worker(
             self._launcher,
-            self._setup,
+            self._settings,
             name=name,
             number=self._num_started,
             process_name=process_name,
-            key=self._key,
+            access=self._access,
             on_message=self._take,
             on_end=self._lost,
         )
         self._live[name] = worker
-        worker.send(self._weights)
+        worker.send(self._weights_command())
         for run in self._runs.values():
-            worker.send(run.begin)
+            worker.send(pb.Command(begin=run.begin))
 
     def _lost(self, worker: LoopWorker, problem: str | None) -> None:
         """Gives the tasks of a worker to others, and starts it again."""

@@ -1,14 +1,14 @@
-"""Tests of the loop workers' bookkeeping; a test scripts the workers, over real connections."""
+"""Tests of the loop workers' bookkeeping; a test scripts the workers, over real streams."""
 
 import asyncio
 import contextlib
 import os
 import platform
 import signal
-import threading
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
-from multiprocessing.connection import Listener
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
@@ -19,13 +19,22 @@ import pytest_asyncio
 from treadle.agent_loop import (
     AgentTask,
     Image,
+    LoopError,
     Message,
     SamplingParams,
     StopReason,
     Trajectory,
 )
 from treadle.agent_loop.rpc import Requirements
-from treadle.policy.rank.driver_connection import accept_driver
+from treadle.agent_loop.rpc.driven import (
+    TOKEN_VARIABLE,
+    DrivenProgram,
+    serve_driver_in_threads,
+)
+from treadle.agent_loop.rpc.driver_stream import ProgramEnd
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
+from treadle.loop_worker.v1 import loop_worker_service_pb2_grpc as pb_grpc
+from treadle.loop_worker.v1 import trajectory_pb2
 from treadle.tracing import FinishedSpan, MemorySink, use_attributes, use_sink
 from treadle.trainer.config.load import load_config
 from treadle.trainer.launch.local import describe_exit
@@ -33,26 +42,15 @@ from treadle.trainer.launch.process import LostProcessError, ProcessError, Proce
 from treadle.trainer.rollout.make_runner import RunnerSettings
 from treadle.trainer.rollout.server_pool import Routes
 from treadle.trainer.rollout.workers import worker_process
-from treadle.trainer.rollout.workers.link import Link
 from treadle.trainer.rollout.workers.messages import (
-    Alive,
-    Asks,
-    Begin,
-    Bound,
-    End,
-    Ended,
-    Give,
+    RUNNER_SETTINGS,
     GivenTask,
-    Ready,
-    Refused,
-    RunFailed,
-    Setup,
-    Stop,
-    Weights,
     pack_spans,
+    read_attributes,
+    read_given,
 )
 from treadle.trainer.rollout.workers.pool import LoopWorkers, NoWorkerLeftError, WorkerRunError
-from treadle.trainer.rollout.workers.trajectory_frames import WorkerLostError, pack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import WorkerLostError, pack_trajectory
 
 pytestmark = pytest.mark.asyncio
 
@@ -84,17 +82,14 @@ class Program:
 
     name: str
     refusal: str | None
-    number: int
+    directory: Path
     falls: str = ""
     got: "asyncio.Queue[Any]" = field(default_factory=asyncio.Queue)
-    link: Link | None = None
     given: dict[tuple[int, int], GivenTask] = field(default_factory=dict)
     dead: asyncio.Event = field(default_factory=asyncio.Event)
     ends_all: bool = False
     node: str = "n"
-    threads_before: set[threading.Thread] = field(
-        default_factory=lambda: set(threading.enumerate())
-    )
+    serving: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     async def ready(self, deadline_s: float) -> str:
         if self.falls == "before it is connected":
@@ -114,74 +109,72 @@ class Program:
     async def stop(self, grace_s: float = 10.0) -> None:
         self.die()
 
-    def listen(self, key: bytes) -> None:
-        listener = Listener(("127.0.0.1", 0), backlog=8)
-        where: tuple[str, int] = listener.address  # type: ignore[assignment]
-        self.address = f"{where[0]}:{where[1]}"
-        loop = asyncio.get_running_loop()
-        if self.falls == "before it is connected":
-            listener.close()
-            return
-
-        def accept() -> None:
-            connection = accept_driver(listener, key)
-            listener.close()
-            with contextlib.suppress(RuntimeError):  # the test has ended
-                loop.call_soon_threadsafe(self._serve, connection)
-
-        # Not the loop's executor, whose end waits for a worker that nobody connected to.
-        threading.Thread(target=accept, daemon=True).start()
-
-    def _serve(self, connection: Any) -> None:
-        self.link = Link(
-            connection, on_message=self._take, on_end=lambda _: self.got.put_nowait(None)
+    def listen(self, token: str) -> None:
+        self.stream = ProgramEnd(
+            split=attrgetter("commands"),
+            join=lambda events: pb.WorkResponse(events=events),
+            on_message=self._take,
+            on_end=lambda: self.got.put_nowait((None, None)),
+            beat=lambda: pb.Event(
+                alive=pb.Alive(pid=os.getpid(), node=platform.node(), place="here:1, in f")
+            ),
+            beat_s=1000.0,
         )
-        self.link.send(Alive(pid=os.getpid(), node=platform.node(), place="here:1, in f"))
+        program = DrivenProgram(
+            host="127.0.0.1", token=token, ready_file=self.directory / f"{self.name}.ready"
+        )
+        add = partial(pb_grpc.add_LoopWorkerServiceServicer_to_server, self)
+        self.address = self.serving.enter_context(serve_driver_in_threads(program, add))
+        # Else a test would wait for a worker that nobody ends.
+        self.serving.callback(self.stream.close)
 
-    def _take(self, message: object) -> None:
-        assert self.link is not None
-        if isinstance(message, Setup) and self.falls == "before it is set up":
+    def Work(self, requests: Any, context: object) -> Iterator[object]:
+        return self.stream.serve(requests, context)
+
+    def _take(self, command: pb.Command) -> None:
+        kind = command.WhichOneof("message")
+        if kind == "setup" and self.falls == "before it is set up":
             self.die()
-        elif isinstance(message, Setup) and self.falls == "when it is ready":
-            self.link.send(Ready())
-            self.link.close(flushed_s=10.0)
-            self.dead.set()
-            # Holds the event loop up until the driver has read both: Ready, and the end.
-            for thread in set(threading.enumerate()) - self.threads_before:
-                if thread.name == "link reader":
-                    thread.join()
-        elif isinstance(message, Setup):
-            self.link.send(Ready() if self.refusal is None else Refused(self.refusal))
-        elif isinstance(message, Give):
-            for given in message.tasks:
-                self.given[message.run, given.number] = given
+        elif kind == "setup" and self.falls == "when it is ready":
+            self.say(ready=pb.Ready())
+            self.die()
+        elif kind == "setup":
+            if self.refusal is None:
+                self.say(ready=pb.Ready())
+            else:
+                self.say(refused=pb.Refused(message=self.refusal.encode()))
+        elif kind == "give":
+            for given in read_given(command.give):
+                self.given[command.give.run, given.number] = given
             if self.ends_all:
                 self.end_all()
-        elif isinstance(message, Stop):
+        elif kind == "stop":
             self.die()
-        if not isinstance(message, Setup):
-            self.got.put_nowait(message)
+        if kind != "setup":
+            assert kind is not None
+            self.got.put_nowait((kind, getattr(command, kind)))
+
+    def say(self, **message: Any) -> None:
+        self.stream.send(pb.Event(**message))
 
     def die(self) -> None:
         self.dead.set()
-        if self.link is not None:
-            self.link.close()
+        self.serving.close()
 
-    async def next(self, kind: type[Any]) -> Any:
-        while not isinstance(message := await self.got.get(), kind):
+    async def next(self, kind: str) -> Any:
+        while (got := await self.got.get())[0] != kind:
             pass
-        return message
+        return got[1]
 
-    async def given_of(self, run: int) -> Give:
-        while (give := await self.next(Give)).run != run:
+    async def given_of(self, run: int) -> list[int]:
+        """Returns the numbers of the tasks of a run that come next."""
+        while (give := await self.next("give")).run != run:
             pass
-        assert isinstance(give, Give)
-        return give
+        return [given.number for given in give.tasks]
 
-    async def asks(self, count: int) -> Begin:
-        begin: Begin = await self.next(Begin)
-        assert self.link is not None
-        self.link.send(Asks(begin.run, count))
+    async def asks(self, count: int) -> pb.Begin:
+        begin: pb.Begin = await self.next("begin")
+        self.say(asks=pb.Asks(run=begin.run, count=count))
         return begin
 
     def end_all(self) -> None:
@@ -191,16 +184,18 @@ class Program:
             self.end(run, number)
 
     def end(self, run: int, number: int, *, spans: Sequence[FinishedSpan] = ()) -> None:
-        assert self.link is not None
         given = self.given.pop((run, number))
         packed = pack_trajectory(finished(given.task), given.task)
-        self.link.send(Ended(run, number, packed, pack_spans(spans), 1))
+        ended = pb.Ended(run=run, number=number, trajectory=packed, asks=1)
+        pack_spans(spans, ended.spans)
+        self.say(ended=ended)
 
 
 @dataclass
 class Machine:
     """A launcher of scripted workers."""
 
+    directory: Path
     refusals: list[str | None] = field(default_factory=list)
     falls: str = ""
     """When the first one ends by itself."""
@@ -210,9 +205,9 @@ class Machine:
 
     async def start(self, spec: ProcessSpec) -> Program:
         refusal = self.refusals.pop(0) if self.refusals else None
-        program = Program(spec.name, refusal, len(self.programs), self.falls)
+        program = Program(spec.name, refusal, self.directory, self.falls)
         self.falls = ""
-        program.listen(bytes.fromhex(spec.env["TREADLE_AUTHKEY"]))
+        program.listen(spec.env[TOKEN_VARIABLE])
         self.programs.append(program)
         self.started.put_nowait(program)
         return program
@@ -251,7 +246,7 @@ async def _start(tmp_path: Path) -> Any:
         count: int = 2, *settings: str, refusals: Sequence[str | None] = (), falls: str = ""
     ) -> WorkerHarness:
         given = ["model.path=/m", "data.train_files=/t.jsonl", f"agent.num_workers={count}"]
-        machine = Machine(list(refusals), falls)
+        machine = Machine(tmp_path, list(refusals), falls)
         workers = LoopWorkers(
             machine,
             load_config([], [*given, *settings]).config,
@@ -278,7 +273,7 @@ async def test_workers_are_told_with_their_next_tasks_that_no_text_is_wanted_any
     running = harness.run(2, max_in_flight=1)
     await worker.asks(1)
     for wanted in (True, False):
-        assert (await worker.next(Give)).text is wanted
+        assert (await worker.next("give")).text is wanted
         worker.end_all()
     await running
     assert len(harness.ended) == 2
@@ -289,8 +284,8 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
     first, second = harness.machine.programs
     running = harness.run(5, max_in_flight=3)
     run = (await first.asks(2)).run
-    assert (await second.asks(2)).settings == SETTINGS
-    gave = asyncio.gather(first.next(Give), second.next(Give))
+    assert RUNNER_SETTINGS.validate_json((await second.asks(2)).settings) == SETTINGS
+    gave = asyncio.gather(first.next("give"), second.next("give"))
     numbers = sorted(given.number for give in await gave for given in give.tasks)
     assert numbers == [1, 2, 3], "of five: no more are in flight"
     assert max(len(first.given), len(second.given)) == 2
@@ -301,7 +296,7 @@ async def test_each_task_ends_once_and_no_worker_has_more_than_it_asked_for(star
     assert [t.messages[-1].content for t in harness.ended] == [
         str(t.task.seed) for t in harness.ended
     ]
-    assert (await first.next(End)).run == run
+    assert (await first.next("end")).run == run
     assert harness.workers.take_metrics() == {
         "workers/live": 2.0,
         "workers/lost": 0.0,
@@ -329,7 +324,7 @@ async def test_the_first_worker_to_ask_gets_no_more_than_its_share(start: Start)
     async def numbers(program: Program, count: int) -> list[int]:
         found: list[int] = []
         while len(found) < count:
-            found += [given.number for given in (await program.given_of(run)).tasks]
+            found += await program.given_of(run)
         return found
 
     harness = await start(3)
@@ -352,10 +347,10 @@ async def test_the_bound_of_a_run_under_way_may_change(start: Start) -> None:
     runner = harness.workers.runner(SETTINGS, max_in_flight=1)
     running = asyncio.create_task(runner.run([task(i) for i in range(3)], harness.sink))
     run = (await program.asks(3)).run
-    assert [given.number for given in (await program.given_of(run)).tasks] == [1]
+    assert await program.given_of(run) == [1]
     runner.set_max_in_flight(3)
-    assert (await program.next(Bound)).max_in_flight == 3
-    assert [given.number for given in (await program.given_of(run)).tasks] == [2, 3]
+    assert (await program.next("bound")).max_in_flight == 3
+    assert await program.given_of(run) == [2, 3]
     program.end_all()
     await running
 
@@ -365,15 +360,15 @@ async def test_each_worker_is_told_which_weights_it_needs_also_one_that_is_start
 ) -> None:
     harness, listeners = await start(1), list[Callable[[Routes], None]]()
     program = harness.machine.programs[0]
-    assert await program.next(Weights) == Weights(0)
+    assert await program.next("weights") == pb.Weights()
     harness.workers.follow(SimpleNamespace(on_change=listeners.append))  # type: ignore[arg-type]
     (listener,) = listeners
     listener(Routes(serving=("a:1",), weight_version=4))
-    assert await program.next(Weights) == Weights(4)
+    assert await program.next("weights") == pb.Weights(version=4)
     await harness.machine.started.get()
     program.die()
     replacement = await harness.machine.started.get()
-    assert await replacement.next(Weights) == Weights(4)
+    assert await replacement.next("weights") == pb.Weights(version=4)
 
 
 async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(
@@ -383,7 +378,7 @@ async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(
     dying = harness.machine.programs[0]
     running = harness.run(2)
     run = (await dying.asks(8)).run
-    await dying.next(Give)
+    await dying.next("give")
     dying.end(run, 1)
     await harness.taken.get()
     dying.die()
@@ -391,9 +386,9 @@ async def test_a_worker_that_dies_costs_its_trajectories_one_more_attempt(
     replacement = await harness.machine.started.get()
     assert replacement.name == "worker-0-restart-1"
     assert (await replacement.asks(8)).run == run
-    (again,) = (await replacement.next(Give)).tasks
-    assert again.task == task(1)
-    replacement.end(run, again.number)
+    (number,) = await replacement.given_of(run)
+    assert replacement.given[run, number].task == task(1)
+    replacement.end(run, number)
     await running
     assert [t.task.rollout_index for t in harness.ended] == [0, 1]
     assert (
@@ -411,7 +406,7 @@ async def test_a_task_that_ends_its_workers_fails_and_the_others_do_not(start: S
     for _ in range(2):
         program = await harness.machine.started.get()
         await program.asks(1)
-        await program.next(Give)
+        await program.next("give")
         program.die()
     await running
     error = harness.ended[0].error
@@ -440,9 +435,7 @@ async def test_a_worker_that_cannot_be_set_up_fails_the_start(start: Start) -> N
         await start(1, refusals=["no such loop"])
 
 
-@pytest.mark.parametrize(
-    "falls", ["before it is connected", "before it is set up", "when it is ready"]
-)
+@pytest.mark.parametrize("falls", ["before it is connected", "before it is set up"])
 async def test_a_worker_that_ends_before_it_is_ready_is_started_again(
     start: Start, falls: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -467,8 +460,21 @@ async def test_a_worker_that_ends_and_whose_connection_does_not_is_lost(
     running = harness.run(1)
     first = await harness.machine.started.get()
     await first.asks(1)
-    await first.next(Give)
+    await first.next("give")
     first.dead.set()  # a reward's pool of processes still has the connection
+    replacement = await harness.machine.started.get()
+    await replacement.asks(1)
+    replacement.end_all()
+    await running
+    assert "was ended by SIGKILL; its log ends with:\nthe last line of worker-0\n" in caplog.text
+
+
+async def test_a_worker_that_ends_as_soon_as_it_is_ready_is_replaced(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness = await start(1, falls="when it is ready")
+    running = harness.run(1)
+    await harness.machine.started.get()
     replacement = await harness.machine.started.get()
     await replacement.asks(1)
     replacement.end_all()
@@ -484,7 +490,7 @@ async def test_a_silent_worker_is_lost(start: Start, caplog: pytest.LogCaptureFi
     assert harness.workers._watching is not None
     harness.workers._watching.cancel()  # nor does this one, and the test may be slow
     run = (await replacement.asks(1)).run
-    await replacement.next(Give)
+    await replacement.next("give")
     replacement.end(run, 1)
     await running
     assert "has given no sign of life for 0.2 s (rollout.unresponsive_s)" in caplog.text
@@ -495,8 +501,8 @@ async def test_a_run_that_a_worker_cannot_carry_out_fails_alone(start: Start) ->
     program = harness.machine.programs[0]
     failing, other = harness.run(1), harness.run(1)
     first, second = (await program.asks(1)).run, (await program.asks(1)).run
-    assert program.link is not None
-    program.link.send(RunFailed(first, "UnknownLoopError: no loop", "Traceback: here"))
+    failed = pb.RunFailed(run=first, message=b"UnknownLoopError: no loop", traceback=b"Trace: here")
+    program.say(run_failed=failed)
     with pytest.raises(
         WorkerRunError, match=r"worker-0 .* failed: UnknownLoopError: no loop\nTrac"
     ):
@@ -511,11 +517,11 @@ async def test_a_cancelled_run_leaves_no_task_with_a_worker(start: Start) -> Non
     program = harness.machine.programs[0]
     running = harness.run(1)
     run = (await program.asks(1)).run
-    await program.next(Give)
+    await program.next("give")
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert (await program.next(End)).run == run
+    assert (await program.next("end")).run == run
     program.end(run, 1)  # it was on its way
     following = harness.run(1)
     run = (await program.asks(1)).run
@@ -531,8 +537,8 @@ async def test_spans_reach_the_sink_of_their_run(start: Start) -> None:
     with use_sink(sink), use_attributes(step=7):
         running = harness.run(1)
     begin = await program.asks(1)
-    assert (begin.recording, begin.attributes) == (True, {"step": 7})
-    await program.next(Give)
+    assert (begin.recording, read_attributes(begin.attributes)) == (True, {"step": 7})
+    await program.next("give")
     made = FinishedSpan(
         name="turn",
         trace_id="a" * 32,
@@ -546,3 +552,39 @@ async def test_spans_reach_the_sink_of_their_run(start: Start) -> None:
     program.end(begin.run, 1, spans=[made])
     await running
     assert sink.spans == (made,)
+
+
+async def test_a_task_that_cannot_be_sent_fails_alone(start: Start) -> None:
+    harness = await start(1)
+    program = harness.machine.programs[0]
+    odd = replace(task(0), fields={"extra": {"place": object()}})
+    runner = harness.workers.runner(SETTINGS, max_in_flight=2)
+    running = asyncio.create_task(runner.run([odd, task(1)], harness.sink))
+    await program.asks(1)
+    program.end_all()
+    await running
+    failed, ended = harness.ended
+    assert isinstance(failed.error, LoopError)
+    assert "fields['extra']['place'] is of type builtins.object; return plain data" in (
+        str(failed.error)
+    )
+    assert (ended.error, ended.task) == (None, task(1))
+
+
+async def test_a_worker_that_sends_what_cannot_be_read_is_lost(
+    start: Start, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_EXIT_S", 0.01)
+    harness = await start(1)
+    running = harness.run(1)
+    first = await harness.machine.started.get()
+    run = (await first.asks(1)).run
+    (number,) = await first.given_of(run)
+    odd = trajectory_pb2.Trajectory(conversation=b"no zlib", exchange=b"{")
+    first.say(ended=pb.Ended(run=run, number=number, trajectory=odd))
+    replacement = await harness.machine.started.get()
+    replacement.end_all()
+    await replacement.asks(1)
+    await running
+    assert [t.error for t in harness.ended] == [None]
+    assert "sent what cannot be read here: JSONDecodeError" in caplog.text

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Self
 
 from treadle.agent_loop import IntArray, Message, Trajectory
 from treadle.agent_loop.span_content import messages_content
@@ -32,18 +31,6 @@ class StoredText:
     messages: bytes
     response: bytes
     spans: tuple[tuple[bytes, IntArray], ...]
-
-    def plain(self) -> tuple[Any, ...]:
-        """Returns it as values that no class is needed for, for `of_plain`."""
-        spans = [(text, begins.data.tobytes()) for text, begins in self.spans]
-        return self.messages, self.response, spans
-
-    @classmethod
-    def of_plain(cls, values: tuple[Any, ...]) -> Self:
-        """Returns the text of which `plain` returned these values."""
-        messages, response, spans = values
-        made = tuple((text, IntArray.of_buffer(begins)) for text, begins in spans)
-        return cls(messages=messages, response=response, spans=made)
 
 
 def stored_text(

@@ -1,8 +1,7 @@
-"""The driver's end of one loop worker: its process, its connection and its signs of life.
+"""The driver's end of one loop worker: its process, its stream and its signs of life.
 
 `start_worker` starts the process, connects to it, sends `Setup` and waits for `Ready`. From then on
-`on_message` is called with what the worker sends, and `on_end` when its connection or its process
-ends.
+`on_message` is called with what the worker sends, and `on_end` when its stream or its process ends.
 
 Who waits: `start_worker`, for the ready file and for `Ready`, each up to `launch.start_deadline_s`;
 a task for the end of the process.
@@ -10,23 +9,17 @@ a task for the end of the process.
 
 import asyncio
 import logging
-import threading
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from operator import attrgetter
 
+from treadle.agent_loop.rpc.driven import DrivenAccess
+from treadle.agent_loop.rpc.driver_stream import DriverEnd
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
+from treadle.loop_worker.v1.loop_worker_service_pb2_grpc import LoopWorkerServiceStub
 from treadle.policy.client.process import wait_until_ended
 from treadle.policy.client.signs_of_life import beat_s
-from treadle.policy.rank.driver_connection import (
-    AUTHKEY_VARIABLE,
-    connect_to_rank,
-    tls_arguments,
-)
-from treadle.policy.rank.run_tls import RunTls
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.process import (
     Launcher,
@@ -35,21 +28,12 @@ from treadle.trainer.launch.process import (
     ProcessError,
     ProcessSpec,
 )
-from treadle.trainer.rollout.workers.link import Link
-from treadle.trainer.rollout.workers.messages import (
-    Alive,
-    FromWorker,
-    Ready,
-    Refused,
-    Setup,
-    Stop,
-    Warned,
-)
+from treadle.trainer.rollout.workers.messages import WORKER_SETTINGS, WorkerSettings
+from treadle.trainer.rollout.workers.plain_values import from_wire
 
 __all__ = ["LoopWorker", "start_worker"]
 
 _log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 _GRACE_S = 5.0
 _EXIT_S = 2.0
 _LAST_WORDS_S = 1.0
@@ -63,7 +47,7 @@ class LoopWorker:
         name: The same after a restart.
         number: Tells it from the one that it replaced.
         process: The program.
-        link: To it.
+        stream: Its stream; None before it is connected.
         setup_done: Done when it is ready, or was refused; or lost.
         heard: How many messages it has sent.
         sign: Its latest sign of life.
@@ -77,9 +61,9 @@ class LoopWorker:
     number: int
     process: Process
     setup_done: "asyncio.Future[None]"
-    link: Link | None = None
+    stream: DriverEnd | None = None
     heard: int = 0
-    sign: Alive | None = None
+    sign: pb.Alive | None = None
     open_asks: Counter[int] = field(default_factory=Counter)
     num_given: Counter[int] = field(default_factory=Counter)
     lost: bool = False
@@ -90,10 +74,10 @@ class LoopWorker:
         """Its process id and node, for a message; before it has connected, its name."""
         return self.name if self.sign is None else f"pid {self.sign.pid} on {self.sign.node}"
 
-    def send(self, message: object) -> None:
+    def send(self, message: pb.Command) -> None:
         """Sends a message; nothing happens if the worker is gone."""
-        if self.link is not None and not self.lost:
-            self.link.send(message)
+        if self.stream is not None and not self.lost:
+            self.stream.send(message)
 
     async def describe_end(self, problem: str | None) -> str:
         """Returns how it ended, for a message, with the last lines of its log."""
@@ -108,52 +92,49 @@ class LoopWorker:
         """Ends it."""
         if self.watching is not None:
             self.watching.cancel()
-        if self.link is not None and not self.lost:
-            self.link.send(Stop())
+        if self.stream is not None and not self.lost:
+            self.stream.send(pb.Command(stop=pb.Stop()))
             await wait_until_ended(self.process, grace_s)
         await self.process.stop(grace_s)
-        if self.link is not None:
-            self.link.close()
+        if self.stream is not None:
+            await self.stream.aclose()
 
 
 async def start_worker(
     launcher: Launcher,
-    setup: Setup,
+    settings: WorkerSettings,
     *,
     name: str,
     number: int,
     process_name: str,
-    key: bytes,
-    on_message: Callable[[LoopWorker, FromWorker], None],
+    access: DrivenAccess,
+    on_message: Callable[[LoopWorker, pb.Event], None],
     on_end: Callable[[LoopWorker, str | None], None],
 ) -> LoopWorker:
     """Starts a worker; returns it when it is ready for tasks.
 
     Args:
         launcher: Starts the process.
-        setup: What it needs to know.
+        settings: What the worker needs for all of its runs.
         name: Of the worker.
         number: Of the worker.
         process_name: Names its log.
-        key: Of the run's connections.
+        access: How the run's workers are reached.
         on_message: Called with what it says once it is ready.
-        on_end: Called when its connection ends, or the process does; so it may be called twice.
+        on_end: Called when its stream ends, or the process does; so it may be called twice.
 
     Raises:
         LostProcessError: It was killed, or ended after it had started and before it was set up.
         ProcessError: It did not start, or cannot be set up.
     """
-    deadline_s = setup.config.launch.start_deadline_s
+    deadline_s = settings.config.launch.start_deadline_s
+    beat = beat_s(settings.config.rollout.unresponsive_s)
     process = await launcher.start(
         ProcessSpec(
             name=process_name,
             module="treadle.trainer.rollout.workers.worker",
-            args=(
-                *("--host", "{host}"),
-                *("--beat_s", str(beat_s(setup.config.rollout.unresponsive_s))),
-                *tls_arguments(launcher.tls),
-            ),
-            env={AUTHKEY_VARIABLE: key.hex(), **thread_variables(1)},
+            args=(*access.arguments, "--beat_s", str(beat)),
+            env={**access.environment, **thread_variables(1)},
             placement="spread",
         )
     )
@@ -164,48 +145,49 @@ async def start_worker(
         setup_done=asyncio.get_running_loop().create_future(),
     )
 
-    def take(message: FromWorker) -> None:
+    def take(event: pb.Event) -> None:
         worker.heard += 1
-        match message:
-            case Alive():
-                worker.sign = message
-            case Ready():
+        match event.WhichOneof("message"):
+            case "alive":
+                worker.sign = event.alive
+            case "ready":
                 if not worker.setup_done.done():
                     worker.setup_done.set_result(None)
-            case Refused():
+            case "refused":
                 if not worker.setup_done.done():
-                    error = ProcessError(f"loop worker {name}: {message.message}")
-                    worker.setup_done.set_exception(error)
-            case Warned():
-                _log.log(message.level, "%s: %s", name, message.message)
+                    text = from_wire(event.refused.message)
+                    worker.setup_done.set_exception(ProcessError(f"loop worker {name}: {text}"))
+            case "warned":
+                warned = event.warned
+                _log.log(warned.level, "%s: %s", name, from_wire(warned.message))
             case _:
-                on_message(worker, message)
-
-    ends: list[EOFError] = []
+                on_message(worker, event)
 
     def end(problem: str | None) -> None:
-        ends.append(EOFError(problem or "it closed its connection"))
         if not worker.setup_done.done():
-            worker.setup_done.set_exception(ends[0])
+            worker.setup_done.set_exception(EOFError(problem or "it ended its stream"))
         on_end(worker, problem)
 
     try:
         address = await process.ready(deadline_s)
         async with asyncio.timeout(deadline_s):
-            connection = await _connect(
-                process, address, key, deadline_s=deadline_s, tls=launcher.tls
+            worker.stream = DriverEnd(
+                access,
+                address,
+                lambda channel: LoopWorkerServiceStub(channel).Work,
+                split=attrgetter("events"),
+                join=lambda commands: pb.WorkRequest(commands=commands),
+                on_message=take,
+                on_end=end,
             )
-            worker.link = Link(connection, on_message=take, on_end=end)
-            worker.send(setup)
+            worker.send(pb.Command(setup=pb.Setup(settings=WORKER_SETTINGS.dump_json(settings))))
             await worker.setup_done
-            if ends:  # it got ready and ended within one turn: `on_end` did not know it yet
-                raise ends[0]
-    except (AuthenticationError, EOFError, OSError, TimeoutError) as error:
+    except (EOFError, OSError) as error:
         end_text = await worker.describe_end(f"did not get ready: {type(error).__name__}: {error}")
         await _give_up(worker)
-        if isinstance(error, AuthenticationError | TimeoutError):
-            raise ProcessError(end_text) from error
-        raise LostProcessError(end_text) from error
+        # A timeout is an OSError.
+        kind = ProcessError if isinstance(error, TimeoutError) else LostProcessError
+        raise kind(end_text) from error
     except BaseException:
         await _give_up(worker)
         raise
@@ -214,50 +196,10 @@ async def start_worker(
 
 
 async def _watch(process: Process, end: Callable[[None], None]) -> None:
-    """Tells that a process has ended, also where one that it forked keeps its connection open."""
+    """Tells that a process has ended, also where one that it forked keeps its stream open."""
     await process.wait()
-    await asyncio.sleep(_LAST_WORDS_S)  # else the connection ends first, after what it sent last
+    await asyncio.sleep(_LAST_WORDS_S)  # else the stream ends first, after what it sent last
     end(None)
-
-
-async def _connect(
-    process: Process, address: str, key: bytes, *, deadline_s: float, tls: RunTls | None
-) -> "Connection[Any, Any]":
-    """Connects to a worker that listens.
-
-    Raises:
-        AuthenticationError: It does not know the key.
-        EOFError: It ended first.
-        OSError: It cannot be reached.
-    """
-    host, _, port = address.rpartition(":")
-    given_up = threading.Event()
-    connect = partial(
-        connect_to_rank, host, int(port), key, deadline_s=deadline_s, given_up=given_up, tls=tls
-    )
-    try:
-        return await _unless_ended(process, asyncio.to_thread(connect))
-    finally:
-        given_up.set()
-
-
-async def _unless_ended(process: Process, connecting: Coroutine[Any, Any, _T]) -> _T:
-    """Waits for the connection to a process.
-
-    Raises:
-        EOFError: The process ended first.
-    """
-    connected = asyncio.create_task(connecting)
-    ended = asyncio.create_task(process.wait())
-    try:
-        waits: set[asyncio.Future[Any]] = {connected, ended}
-        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-        if not connected.done():
-            raise EOFError("it ended before it was connected")
-        return await connected
-    finally:
-        connected.cancel()
-        ended.cancel()
 
 
 async def _give_up(worker: LoopWorker) -> None:

@@ -7,39 +7,39 @@ from typing import cast
 
 import pytest
 
-from treadle.agent_loop import AgentTask, Message, SamplingParams
-from treadle.trainer.rollout.make_runner import RunnerSettings
-from treadle.trainer.rollout.workers.link import Link
-from treadle.trainer.rollout.workers.messages import Begin, GivenTask, Warned
+from treadle.agent_loop import AgentTask, Message
+from treadle.agent_loop.rpc.driver_stream import ProgramEnd
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
+from treadle.trainer.rollout.workers.messages import GivenTask
 from treadle.trainer.rollout.workers.worker import _MAX_UNSENT, _SLICE, _Tasks, _ToDriver
 
 
 @dataclass
 class Unread:
-    """A link to a driver that reads when a test says so."""
+    """A stream to a driver that reads when a test says so."""
 
-    sent: list[Warned] = field(default_factory=list)
+    sent: list[pb.Event] = field(default_factory=list)
     num_unsent: int = 0
 
-    def send(self, message: Warned) -> None:
+    def send(self, message: pb.Event) -> None:
         self.sent.append(message)
         self.num_unsent += 1
 
 
 def test_a_driver_that_does_not_read_is_sent_no_more_lines_than_it_may_have_to_read() -> None:
-    link = Unread()
-    handler = _ToDriver(cast(Link, link))
+    stream = Unread()
+    handler = _ToDriver(cast(ProgramEnd, stream))
 
     def warn(text: str) -> None:
         handler.emit(logging.LogRecord("treadle", logging.WARNING, "f", 1, text, (), None))
 
     for _ in range(_MAX_UNSENT + 7):
         warn("again")
-    assert len(link.sent) == _MAX_UNSENT
-    link.num_unsent = 0
+    assert len(stream.sent) == _MAX_UNSENT
+    stream.num_unsent = 0
     warn("now")
     warn("later")
-    assert [message.message for message in link.sent[-2:]] == [
+    assert [message.warned.message.decode() for message in stream.sent[-2:]] == [
         "now (and 7 lines before it, which only the worker's log has)",
         "later",
     ]
@@ -49,10 +49,6 @@ def test_a_driver_that_does_not_read_is_sent_no_more_lines_than_it_may_have_to_r
 async def test_tasks_that_are_given_at_once_begin_in_slices() -> None:
     """Else the event loop would stand still while thousands begin."""
     count = 3 * _SLICE
-    settings = RunnerSettings(sampling=SamplingParams(max_tokens=1), min_weight_version=0)
-    begin = Begin(
-        run=1, settings=settings, max_in_flight=count, recording=False, parent=None, attributes={}
-    )
     rows = (
         AgentTask(
             task_id=f"row {number}",
@@ -63,7 +59,7 @@ async def test_tasks_that_are_given_at_once_begin_in_slices() -> None:
         )
         for number in range(count)
     )
-    tasks = _Tasks(begin)
+    tasks = _Tasks(count)
     tasks.give([GivenTask(number, task, {}) for number, task in enumerate(rows)])
     num_begun = 0
 

@@ -13,8 +13,8 @@ Invariant: a file is there whole or not at all, and is never written again. It i
 checkpoint can ask for it: the group was trained on, and a checkpoint was completed since, or later
 weights than the last checkpoint's sampled a token of it.
 
-A file holds the CRC-32 of a pickle of the trajectories without their tasks, which the row gives. It
-is read with the classes of `treadle` only, so that a file can run no code of somebody else.
+A file holds four letters, the CRC-32 of the rest, and a `StoredGroup` (`trajectory.proto`): the
+trajectories without their tasks, which the row gives. Reading it runs no code of whoever wrote it.
 
 Who waits: two threads of the store for the disk. A disk that stands still holds these only, not
 those of the event loop that `treadle servers`, checkpoints and `on_step` share. What waits for them
@@ -22,16 +22,20 @@ are groups that no step has trained on, which the schedule bounds; `trained` wai
 """
 
 import asyncio
-import io
 import logging
-import pickle
 import zlib
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from treadle.agent_loop import AgentTask, Message, Trajectory
+from treadle.agent_loop import AgentTask, Image, Trajectory
+from treadle.loop_worker.v1 import trajectory_pb2 as pb
+from treadle.trainer.rollout.workers.trajectory_codec import (
+    messages_crc32,
+    read_trajectory,
+    write_trajectory,
+)
 from treadle.trainer.training_loop.groups import Group
 from treadle.trainer.training_loop.schedules.group_queue import Waiting
 
@@ -40,15 +44,8 @@ __all__ = ["GROUPS", "GroupStore", "versions"]
 GROUPS: Final = "groups"
 """Folder of a run directory that holds the files."""
 _log = logging.getLogger(__name__)
-_PICKLE_PROTOCOL: Final = 5
+_MAGIC: Final = b"TGR1"
 _THREADS: Final = 2
-_NO_TASK: Final = AgentTask(
-    task_id="",
-    sample_index=0,
-    rollout_index=0,
-    loop="",
-    messages=(Message(role="user", content=""),),
-)
 
 
 class GroupStore:
@@ -95,7 +92,7 @@ class GroupStore:
             found = self._read(path, number)
         except FileNotFoundError:
             return None
-        except Exception as error:  # a damaged pickle raises anything
+        except Exception as error:  # what is no group of ours raises anything
             _log.warning("%s cannot be used, so its group begins again: %s", path, error)
             found = None
         if found is None or found.birth > self._checkpoint or _newest(found) > self._checkpoint:
@@ -158,10 +155,17 @@ class GroupStore:
         return self._directory / f"group-{number:010d}"
 
     def _write(self, ended: Waiting) -> None:
-        members = [t.replaced(task=_NO_TASK) for t in ended.group.trajectories]
-        indices = [t.task.rollout_index for t in ended.group.trajectories]
         try:
-            data = pickle.dumps((ended.number, ended.birth, indices, members), _PICKLE_PROTOCOL)
+            members = (
+                pb.StoredMember(
+                    rollout_index=each.task.rollout_index,
+                    trajectory=write_trajectory(each, each.task),
+                    messages_crc32=messages_crc32(each.task),
+                )
+                for each in ended.group.trajectories
+            )
+            group = pb.StoredGroup(number=ended.number, birth=ended.birth, members=members)
+            data = group.SerializeToString()
         except Exception as error:  # a loop of the user may put anything into a trajectory
             _log.warning(
                 "group %d cannot be kept, so it begins again if the run is killed: %s",
@@ -170,38 +174,34 @@ class GroupStore:
             )
             return
         partial = self._path(ended.number).with_suffix(".partial")
-        partial.write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
+        partial.write_bytes(_MAGIC + zlib.crc32(data).to_bytes(4, "little") + data)
         partial.replace(self._path(ended.number))
 
     def _read(self, path: Path, number: int) -> Waiting:
         content = path.read_bytes()
-        data = content[4:]
-        written, computed = int.from_bytes(content[:4], "little"), zlib.crc32(data)
+        magic, crc, data = content[:4], content[4:8], content[8:]
+        if magic != _MAGIC:
+            raise ValueError("it is of another version of Treadle")
+        written, computed = int.from_bytes(crc, "little"), zlib.crc32(data)
         if written != computed:
             raise ValueError(f"its CRC-32 is {computed:08x}, and {written:08x} was written")
-        own, birth, indices, members = _Unpickler(io.BytesIO(data)).load()
-        if own != number:
-            raise ValueError(f"it is of group {own}")
+        group = pb.StoredGroup.FromString(data)
+        if group.number != number:
+            raise ValueError(f"it is of group {group.number}")
         tasks = {task.rollout_index: task for task in self._tasks(number)}
-        trajectories = tuple(
-            trajectory.replaced(task=tasks[index])
-            for index, trajectory in zip(indices, members, strict=True)
-        )
+        known: dict[Image, Image] = {}
+        trajectories = []
+        for member in group.members:
+            task = tasks[member.rollout_index]
+            if messages_crc32(task) != member.messages_crc32:
+                raise ValueError(f"rollout {task.rollout_index} had another prompt")
+            read = read_trajectory(member.trajectory, task, known)
+            trajectories.append(read.replaced(task=task))
         if len(trajectories) != len(tasks):
             raise ValueError(f"it has {len(trajectories)} of {len(tasks)} trajectories")
-        return Waiting(number=number, birth=birth, group=Group(trajectories=trajectories))
-
-
-class _Unpickler(pickle.Unpickler):
-    """Makes objects of the classes of `treadle` only."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """See `pickle.Unpickler`."""
-        if module.split(".")[0] == "treadle":
-            found = super().find_class(module, name)
-            if isinstance(found, type):
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not a class of treadle")
+        return Waiting(
+            number=number, birth=group.birth, group=Group(trajectories=tuple(trajectories))
+        )
 
 
 def _newest(ended: Waiting) -> int:

@@ -22,7 +22,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from treadle.trainer.rollout.workers.trajectory_frames import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import read_trajectory, write_trajectory
 from treadle.trainer.training_loop.schedules.group_queue import (
     GroupQueue,
     QueueState,
@@ -252,12 +252,22 @@ class _Runs:
         return eval, ("1 / 0",)
 
 
-def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
+def test_a_file_of_somebody_else_runs_no_code(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     data = pickle.dumps(_Runs())
-    (tmp_path / "group-0000000000").write_bytes(zlib.crc32(data).to_bytes(4, "little") + data)
-    store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=1, new=False)
-    assert store.load(0) is None
-    assert not list(tmp_path.iterdir())
+    crc = zlib.crc32(data).to_bytes(4, "little")
+    for content, told in (
+        (crc + data, "it is of another version of Treadle"),  # as before version 0.2
+        (b"TGR1" + crc + data, "Error parsing message"),
+        (b"TGR1" + crc + data[:-1], f"and {zlib.crc32(data):08x} was written"),
+    ):
+        (tmp_path / "group-0000000000").write_bytes(content)
+        store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=1, new=False)
+        assert store.load(0) is None
+        assert "group-0000000000 cannot be used, so its group begins again: " in caplog.text
+        assert told in caplog.messages[-1]
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.asyncio
@@ -265,10 +275,10 @@ def test_a_file_of_somebody_else_runs_no_code(tmp_path: Path) -> None:
 async def test_a_group_that_was_kept_is_as_it_was(tmp_path: Path, of_a_worker: bool) -> None:
     group = group_of(0)
     if of_a_worker:
-        sent = pickle.dumps([pack_trajectory(t, t.task) for t in group.trajectories], protocol=5)
-        pairs = zip(pickle.loads(sent), group.trajectories, strict=True)
-        arrived = tuple(unpack_trajectory(packed, t.task, {}) for packed, t in pairs)
-        group = replace(group, trajectories=arrived)
+        arrived = (
+            read_trajectory(write_trajectory(t, t.task), t.task, {}) for t in group.trajectories
+        )
+        group = replace(group, trajectories=tuple(arrived))
     kept = Waiting(number=0, birth=0, group=group)
     store = GroupStore(tmp_path, tasks=tasks_of, checkpoint=0, new=True)
     store.save(kept)
@@ -276,7 +286,8 @@ async def test_a_group_that_was_kept_is_as_it_was(tmp_path: Path, of_a_worker: b
     found = store.load(0)
     assert found is not None
     sources = [t.source for each in (kept, found) for t in each.group.trajectories]
-    assert [source and source.is_made for source in sources] == [False if of_a_worker else None] * 4
+    made = [source and source.is_made for source in sources]
+    assert made == [False if of_a_worker else None] * 2 + [False] * 2
     assert found == kept == replace(kept, group=group_of(0))
 
 

@@ -13,7 +13,7 @@ from treadle.agent_loop import RoutedExperts
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.experts.replay import replayed_indices
+from treadle.policy.backends.megatron.experts.routing import replayed_indices
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import MoeConfig, PolicyConfig

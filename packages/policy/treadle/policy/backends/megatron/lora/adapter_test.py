@@ -126,13 +126,15 @@ def test_a_step_from_an_adapter_is_that_of_torch(
     norm = torch.cat([t.grad.flatten() for t in adapter.values() if t.grad is not None]).norm()
 
     settings = config(lora=lora(path=place, targets=targets), recompute="full")
-    policy = MegatronPolicy(settings, models / name)
+    policy = MegatronPolicy(settings, models / name, keep_reference=True)
     opened.append(policy)
-    for s, got, want in zip(batch, policy.logprobs(batch), started, strict=True):
+    began = policy.logprobs(batch)
+    for s, got, want in zip(batch, began, started, strict=True):
         assert got[1:] == pytest.approx((want * torch.tensor(s.loss_mask[1:])).tolist(), abs=1e-4)
     stats = policy.train_step(batch, LOSS)
     assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert policy.reference_logprobs(batch) == began
 
     # Adam's first step is lr g / (|g| + eps), on the clipped gradient; matrices decay.
     policy.save_adapter(tmp_path / "after")
