@@ -49,8 +49,6 @@ def server_arguments(
     """Returns the keywords of `ServerArgs`.
 
     Args:
-        config: The configuration.
-        model: The model in `config.model.path`.
         cpu: Whether SGLang computes on the CPU.
         known: The argument names of `ServerArgs`.
 
