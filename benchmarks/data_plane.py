@@ -1,6 +1,6 @@
 """The data plane: trajectories from worker processes over the driver to the policy's ranks.
 
-Workers make trajectories and hand them over as loop workers do: one by one, packed, over a link.
+Workers make trajectories and hand them over as loop workers do: one by one, over gRPC.
 The driver makes the batch of a step and gives it to the ranks over gRPC, processes that do what a
 policy rank does before it computes: receive, and make sequences of what came::
 
@@ -24,11 +24,12 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from treadle.agent_loop import (
     AgentTask,
@@ -41,17 +42,22 @@ from treadle.agent_loop import (
     Trajectory,
     Transcript,
 )
-from treadle.agent_loop.rpc.driven import DrivenAccess, DrivenProgram
+from treadle.agent_loop.rpc.driven import (
+    DrivenAccess,
+    DrivenProgram,
+    serve_driver_in_threads,
+)
+from treadle.agent_loop.rpc.driver_stream import DriverEnd, ProgramEnd
+from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
+from treadle.loop_worker.v1 import loop_worker_service_pb2_grpc as pb_grpc
 from treadle.policy.algorithms.estimators import find_estimator
 from treadle.policy.client.group import send_shard
 from treadle.policy.client.shards import Outgoing, assign, decode
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.server import RankServer
-from treadle.trainer.rollout.workers.link import Link
-from treadle.trainer.rollout.workers.messages import Asks, Ended
 from treadle.trainer.rollout.workers.stored_text import StoredText, stored_text
-from treadle.trainer.rollout.workers.trajectory_codec import pack_trajectory, unpack_trajectory
+from treadle.trainer.rollout.workers.trajectory_codec import pack_trajectory, read_trajectory
 from treadle.trainer.training_loop.groups import groups_of, make_batch
 
 SAMPLES = 8  # of a row
@@ -150,26 +156,26 @@ def measure(args: argparse.Namespace) -> Round:
     """Starts workers and ranks, and moves one batch."""
     pipe = multiprocessing.get_context("spawn").Pipe
     workers, ranks, processes = [], [], []
+    access = DrivenAccess()
     rows = args.tokens // (args.length * SAMPLES)
     for number in range(args.workers):
         ours, theirs = pipe()
         workers.append(ours)
         mine = range(number, rows, args.workers)
-        processes.append(start(work, theirs, mine, args.length, args.characters))
+        of_worker = mine, args.length, args.characters
+        processes.append(start(work, theirs, access.token, *of_worker))
         theirs.close()
-    access = DrivenAccess()
     for _ in range(args.ranks):
         ours, theirs = pipe()
         ranks.append(ours)
         processes.append(start(rank, theirs, access.token))
         theirs.close()
-    for connection in workers:
-        connection.recv()
+    worker_addresses = [connection.recv() for connection in workers]
     addresses = [connection.recv() for connection in ranks]
     tasks = [task(row, sample) for row in range(rows) for sample in range(SAMPLES)]
     before = memory("VmRSS")
     began, began_cpu = time.perf_counter(), time.process_time()
-    trajectories, worker_bytes = asyncio.run(gather(workers, tasks))
+    trajectories, worker_bytes = asyncio.run(gather(access, worker_addresses, tasks))
     gathered = time.perf_counter()
     config = AlgorithmConfig()
     batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
@@ -237,67 +243,88 @@ def rank(connection: Connection[Any, Any], token: str) -> None:
 
 
 async def gather(
-    workers: Sequence[Connection[Any, Any]], tasks: Sequence[AgentTask]
+    access: DrivenAccess, addresses: Sequence[str], tasks: Sequence[AgentTask]
 ) -> tuple[list[Trajectory], int]:
     """Returns the trajectories of all workers, and the number of bytes that these sent."""
     found: list[Trajectory] = []
     all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     known: list[dict[Image, Image]] = [{} for _ in tasks[::SAMPLES]]
+    num_bytes = 0
 
-    def take(message: Ended) -> None:
-        of = tasks[message.number]
-        found.append(unpack_trajectory(message.trajectory, of, known[of.sample_index]))
+    def take(event: pb.Event) -> None:
+        if event.WhichOneof("message") == "alive":
+            return
+        of = tasks[event.ended.number]
+        found.append(read_trajectory(event.ended.trajectory, of, known[of.sample_index]))
         if len(found) == len(tasks):
             all_here.set_result(None)
 
-    counted = [Counted(connection) for connection in workers]
-    links = [Link(cast(Any, each), on_message=take, on_end=lambda _: None) for each in counted]
-    for link in links:
-        link.send(Asks(1, 0))
+    def split(response: pb.WorkResponse) -> Iterable[pb.Event]:
+        nonlocal num_bytes
+        num_bytes += response.ByteSize()
+        return response.events
+
+    streams = [
+        DriverEnd(
+            access,
+            address,
+            lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,
+            split=split,
+            join=lambda commands: pb.WorkRequest(commands=commands),
+            on_message=take,
+            on_end=lambda _: None,
+        )
+        for address in addresses
+    ]
+    for stream in streams:
+        stream.send(pb.Command(end=pb.End()))
     await all_here
-    for link in links:
-        link.close(flushed_s=1.0)
-    return found, sum(each.num_bytes for each in counted)
-
-
-class Counted:
-    """A connection that counts what it receives."""
-
-    def __init__(self, connection: Connection[Any, Any]) -> None:
-        self._connection = connection
-        self.fileno, self.send_bytes = connection.fileno, connection.send_bytes
-        self.num_bytes = 0
-
-    def recv_bytes(self) -> bytes:
-        """Returns the next message."""
-        received = self._connection.recv_bytes()
-        self.num_bytes += len(received)
-        return received
+    for stream in streams:
+        await stream.aclose()
+    return found, num_bytes
 
 
 def work(
-    connection: Connection[Any, Any], rows: Sequence[int], length: int, characters: float
+    connection: Connection[Any, Any],
+    token: str,
+    rows: Sequence[int],
+    length: int,
+    characters: float,
 ) -> None:
     """Makes the trajectories of some rows, and hands them over when it is asked to."""
     made = [
         trajectory(row, sample, length, characters) for row in rows for sample in range(SAMPLES)
     ]
-    connection.send("ready")
-    asyncio.run(send_all(connection, made, characters))
+    asyncio.run(send_all(connection, token, made, characters))
 
 
 async def send_all(
-    connection: Connection[Any, Any], made: Sequence[Trajectory], characters: float
+    connection: Connection[Any, Any], token: str, made: Sequence[Trajectory], characters: float
 ) -> None:
     """Waits until it is asked, sends all trajectories, and waits until the driver has them."""
     asked, over = asyncio.Event(), asyncio.Event()
-    link = Link(connection, on_message=lambda _: asked.set(), on_end=lambda _: over.set())
-    await asked.wait()
-    for each in made:
-        number = each.task.sample_index * SAMPLES + each.task.rollout_index
-        packed = pack_trajectory(each, each.task, text_of(each, characters))
-        link.send(Ended(1, number, packed, (), 1))
-    await over.wait()
+    stream = ProgramEnd(
+        split=lambda request: request.commands,
+        join=lambda events: pb.WorkResponse(events=events),
+        on_message=lambda _: asked.set(),
+        on_end=over.set,
+        beat=lambda: pb.Event(alive=pb.Alive()),
+        beat_s=1.0,
+    )
+    servicer = pb_grpc.LoopWorkerServiceServicer()
+    servicer.Work = stream.serve
+    add = partial(pb_grpc.add_LoopWorkerServiceServicer_to_server, servicer)
+    with tempfile.TemporaryDirectory() as folder:
+        ready = Path(folder, "ready")
+        program = DrivenProgram(host="127.0.0.1", token=token, ready_file=ready)
+        with serve_driver_in_threads(program, add) as address:
+            connection.send(address)
+            await asked.wait()
+            for each in made:
+                number = each.task.sample_index * SAMPLES + each.task.rollout_index
+                packed = pack_trajectory(each, each.task, text_of(each, characters))
+                stream.send(pb.Event(ended=pb.Ended(run=1, number=number, trajectory=packed)))
+            await over.wait()
 
 
 def task(row: int, sample: int) -> AgentTask:

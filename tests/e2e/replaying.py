@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,16 +35,16 @@ from treadle.policy.testing.tiny import write_model
 from treadle.trainer.training_loop.groups import _sequence
 
 LOSS = policy_loss(AlgorithmConfig())
-LAYERS, TOP_K, EXPERTS = (0, 2), 2, 8
+LAYERS, TOP_K, EXPERTS = 2, 2, 8
 
 
-def write_sparse_model(path: Path) -> Path:
-    """Writes a model with two layers of experts, and a dense one between them."""
+def write_sparse_model(path: Path, *, mixed: bool = True) -> Path:
+    """Writes a model with two layers of experts, and a dense one between them if it is `mixed`."""
+    layers: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
     write_model(
         path,
         "qwen3_moe",
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
+        **(layers if mixed else {"num_hidden_layers": 2}),
         hidden_size=128,
         head_dim=32,
         moe_intermediate_size=64,
@@ -99,9 +100,9 @@ def _reported_experts(sequence: TrainSequence) -> torch.Tensor:
     """The same, of the rows up to the last token's, as the engine reported them."""
     experts = sequence.routed_experts
     assert experts is not None
-    ids = torch.tensor(list(experts.data)).view(-1, len(LAYERS), TOP_K)
+    ids = torch.tensor(list(experts.data)).view(-1, LAYERS, TOP_K)
     assert len(ids) == len(sequence.ids) - 1
-    return torch.zeros(len(ids), len(LAYERS), EXPERTS, dtype=torch.bool).scatter(2, ids, True)
+    return torch.zeros(len(ids), LAYERS, EXPERTS, dtype=torch.bool).scatter(2, ids, True)
 
 
 async def check_replay(folder: Path, address: str) -> None:

@@ -35,14 +35,20 @@ pytestmark = pytest.mark.timeout(1200)
 VOCAB = 256
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sparse_model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
-def address(request: pytest.FixtureRequest, folder: Path) -> Iterator[str]:
-    engine: str = request.param
+def engine(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def folder(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Writes a model; SGLang takes none with a dense layer."""
+    return write_sparse_model(tmp_path_factory.mktemp("model"), mixed=engine != "sglang")
+
+
+@pytest.fixture(scope="module")
+def address(engine: str, folder: Path) -> Iterator[str]:
     settings = {
         "engine": engine,
         "model.path": str(folder),

@@ -14,7 +14,9 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # Below it: the folders of the packages, as the page names them.
 PROJECTS = ("proto", *(f"packages/{name}" for name in ("tracing", "agent_loop", "tools")))
-PROJECTS += tuple(f"packages/{name}" for name in ("rollout_server", "conformance", "trainer"))
+PROJECTS += tuple(
+    f"packages/{name}" for name in ("policy", "rollout_server", "conformance", "trainer")
+)
 PYTHONS = ("3.11", "3.12", "3.13")
 # A program of someone else, in one file.
 APP = """\
@@ -106,3 +108,18 @@ def make_venv(folder: Path, programs: Path, python: str = "3.11", *options: str)
         pytest.skip(f"no Python {python} on this machine")
     run([uv, "venv", "-q", "--python", python, *options, folder], cwd=folder.parent, env=env)
     return folder / "bin"
+
+
+def install_torch(bin_folder: Path, programs: Path) -> dict[str, str]:
+    """Installs the locks' torch as a CPU build, or skips the test where the index has none.
+
+    Returns:
+        The environment variables with which uv installs into that virtual environment.
+    """
+    lock = (ROOT / "3rdparty/python/default-cpu.lock.txt").read_text()
+    (torch,) = re.findall(r"^torch==[\d.]+", lock, re.MULTILINE)
+    env = environment(bin_folder, programs) | {"VIRTUAL_ENV": str(bin_folder.parent)}
+    install: list[str | Path] = [programs / "uv", "pip", "install", "-q", f"{torch}+cpu"]
+    if subprocess.run(install, cwd=bin_folder, env=env, check=False).returncode:
+        pytest.skip(f"the package index has no CPU build of {torch} for {bin_folder.parent}")
+    return env

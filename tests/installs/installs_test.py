@@ -6,7 +6,6 @@ the sources in a git repository, and types what docs/install.md and the README s
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from installs.foreign import (
     ROOT,
     code_blocks,
     environment,
+    install_torch,
     make_venv,
     run,
 )
@@ -134,13 +134,7 @@ def test_every_module_is_imported_and_the_fakes_run(
 def test_the_demo_trains_by_the_commands_of_the_readme(
     python: str, repository: str, programs: Path, tmp_path: Path
 ) -> None:
-    lock = (ROOT / "3rdparty/python/default-cpu.lock.txt").read_text()
-    (torch,) = re.findall(r"^torch==[\d.]+", lock, re.MULTILINE)
-    bin_folder = make_venv(tmp_path / "venv", programs, python)
-    env = environment(bin_folder, programs) | {"VIRTUAL_ENV": str(bin_folder.parent)}
-    install: list[str | Path] = [programs / "uv", "pip", "install", "-q", f"{torch}+cpu"]
-    if subprocess.run(install, cwd=tmp_path, env=env, check=False).returncode:
-        pytest.skip(f"the package index has no CPU build of {torch} for Python {python}")
+    env = install_torch(make_venv(tmp_path / "venv", programs, python), programs)
     (commands, *_) = code_blocks("README.md", "Install and train", "bash")
     short = "treadle schedule.total_steps=1 schedule.val_every=null data.prompts_per_step=2"
     for typed, run_here in (

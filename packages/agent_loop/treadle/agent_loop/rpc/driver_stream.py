@@ -35,7 +35,7 @@ __all__ = ["DriverEnd", "ProgramEnd"]
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
-"""Minimum time between two messages of gRPC."""
+"""Minimum time between two messages of gRPC, unless more waits than fits into one."""
 _MAX_TOGETHER = 32
 """Of messages with images: a message of gRPC has at most 2 GiB."""
 
@@ -84,7 +84,8 @@ class ProgramEnd:
             yield self._join(messages[:-1] if ended else messages)
             if ended:
                 return
-            time.sleep(_PAUSE_S)  # in a thread
+            if len(messages) < _MAX_TOGETHER:
+                time.sleep(_PAUSE_S)  # in a thread
 
     def send(self, message: object) -> None:
         """Sends a message; nothing happens if the driver is gone."""
@@ -174,4 +175,5 @@ class DriverEnd:
             while len(messages) < _MAX_TOGETHER and not self._outgoing.empty():
                 messages.append(self._outgoing.get_nowait())
             yield self._join(messages)
-            await asyncio.sleep(_PAUSE_S)
+            if len(messages) < _MAX_TOGETHER:
+                await asyncio.sleep(_PAUSE_S)

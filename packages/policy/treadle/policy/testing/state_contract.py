@@ -99,6 +99,16 @@ class StateContract(ContractBase):
     def check_damaged(self, policy: PolicyBackend, directory: Path) -> None:
         """Damages copies of a checkpoint of the backend's format, and checks what `load` says."""
 
+    def test_a_model_in_bfloat16_is_read_into_float32(
+        self, folder: Path, tmp_path: Path, open_policy: OpenPolicy
+    ) -> None:
+        open_policy(folder).save_hf(tmp_path / "half")
+        stored = load_file(tmp_path / "half" / "model.safetensors")
+        half = {name: tensor.bfloat16() for name, tensor in stored.items()}
+        save_file(half, tmp_path / "half" / "model.safetensors", metadata={"format": "pt"})
+        for item in open_policy(tmp_path / "half").export_weights():
+            assert torch.equal(item.tensor, half[item.name].float()), item.name
+
     def test_weights_that_are_not_finite_are_never_loaded(
         self, folder: Path, tmp_path: Path, open_policy: OpenPolicy
     ) -> None:

@@ -151,6 +151,9 @@ def _score(reference: str, result: object) -> Score:
     metrics: tuple[Metric, ...] = ()
     answer: str | None = None
     if isinstance(result, Mapping):
+        if "score" not in result:
+            has = ", ".join(map(str, result)) or "nothing"
+            raise RewardError(f'the reward {reference}: the mapping has no "score"; it has: {has}')
         others = {key: value for key, value in result.items() if key != "score"}
         metrics = tuple(
             Metric(f"reward/{key}", float(value))

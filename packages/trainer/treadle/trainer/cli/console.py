@@ -4,6 +4,8 @@ import contextlib
 import errno
 import sys
 
+from treadle.tracing.inert import inert
+
 __all__ = ["FULL_DISK", "exit_text", "fail", "say"]
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -11,10 +13,10 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def say(text: str, *, error: bool = False) -> None:
-    """Writes the text and a line end to standard output, or to standard error."""
+    """Writes the text, made inert, and a line end to standard output or standard error."""
     stream = sys.stderr if error else sys.stdout
     with contextlib.suppress(BrokenPipeError):
-        stream.write(f"{text}\n")
+        stream.write(f"{inert(text)}\n")
         stream.flush()
 
 

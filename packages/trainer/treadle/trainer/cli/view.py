@@ -49,14 +49,14 @@ def main(argv: Sequence[str]) -> int:
         text = f"{', '.join(missing)} is not installed: pip install 'treadle-tracing[{extra}]'"
         return fail(ViewError(text))
     if args.text:
-        if args.port is not None or args.no_browser:
-            parser.error("--text serves no page: leave out --port and --no-browser")
+        if args.port is not None or args.no_browser or args.no_token:
+            parser.error("--text serves no page: leave out --port, --no-browser and --no-token")
         return _show_in_terminal(args.runs)
     from treadle.tracing.trajectories.run_directories import NotARunError
     from treadle.tracing.viewer.command import PortTakenError, serve
 
     try:
-        serve(args.runs, port=args.port, browser=not args.no_browser)
+        serve(args.runs, port=args.port, browser=not args.no_browser, token=not args.no_token)
     except (NotARunError, PortTakenError) as error:
         return fail(error)
     return 0

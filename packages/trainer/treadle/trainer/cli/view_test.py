@@ -31,9 +31,12 @@ def test_a_run_is_served_until_it_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     with _serving(tmp_path, "--port=0", "--no-browser") as process:
         assert process.stdout is not None
-        address = process.stdout.readline().split()[0]
+        address, _, token = process.stdout.readline().split()[0].partition("?token=")
         assert address.startswith("http://127.0.0.1:")
-        with urllib.request.urlopen(f"{address}api/runs/0/metrics") as answer:
+        request = urllib.request.Request(
+            f"{address}api/runs/0/metrics", headers={"Authorization": f"Bearer {token}"}
+        )
+        with urllib.request.urlopen(request) as answer:
             assert b'"reward/mean":0.5' in answer.read()
         process.send_signal(signal.SIGINT)
         # uvicorn raises the signal again when it has closed, and the command reports it.

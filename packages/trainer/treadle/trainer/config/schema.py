@@ -137,6 +137,9 @@ class AgentConfig(Section):
     on_malformed_call: Literal["answer", "ignore"] = "answer"
     """What to do with a tool call that does not parse: tell the model why, or ignore it as verl
     does."""
+    unclosed_reasoning: Literal["call", "malformed"] = "call"
+    """What a complete call is with which a turn ends whose reasoning was never closed. call: it is
+    made, as vLLM and SGLang do. malformed: it counts and is answered as a malformed call."""
     max_assistant_turns: Count | None = None
     """Maximum number of completions in a trajectory. Null: no limit."""
     max_user_turns: Count | None = None
@@ -164,6 +167,11 @@ class AgentConfig(Section):
     """A tool, a reward or a simulated user that failed this many trajectories one after another, or
     as many as a step has, is down. If it had served one in this run, the run waits for it; else the
     run ends. Null: the run continues with the trajectories that did without it."""
+    max_failed_share: Annotated[float, Field(ge=0, le=1)] | None = 0.25
+    """Share of a step's trajectories that may fail because the reward or the agent loop raises or
+    returns what is no reward. Above it the run ends with status 1 and names each cause: what is
+    left would be a biased sample. What cannot be reached or takes too long does not count. Null:
+    the run continues without them."""
     outage_s: Seconds = 600.0
     """How long the run waits for what is down, trying one trajectory now and then. After that it
     ends; the same command continues from the latest checkpoint."""
@@ -290,7 +298,8 @@ class TracingConfig(Section):
     backends: tuple[Literal["jsonl", "mlflow", "otlp", "weave"], ...] = ()
     """Where the spans of trajectories go, to all of these at once: jsonl (traces.jsonl in the run
     directory), weave (W&B Weave, project run.project), mlflow (experiment run.project, at
-    MLFLOW_TRACKING_URI or in /tmp/mlruns.db), otlp (OpenTelemetry, so Langfuse and Phoenix too)."""
+    MLFLOW_TRACKING_URI or in ~/.local/state/treadle/mlruns.db), otlp (OpenTelemetry, so Langfuse
+    and Phoenix too)."""
     token2text: bool = False
     """Add prompt_text and response_text, the decoded tokens, to the output of each completion and
     of the trajectory. Without it, spans have the messages and the number of tokens."""

@@ -166,11 +166,15 @@ def load_renderer(config: AnyConfig) -> "HfRenderer":
         SetupError: The tokenizer does not load, or its chat template cannot be used.
     """
     from treadle.agent_loop.hf import HfRenderer
+    from treadle.agent_loop.parsers import UnclosedReasoning
 
+    # Fine-tuning runs no calls, so it has no rule for them.
+    rule = getattr(config.agent, "unclosed_reasoning", UnclosedReasoning.CALL)
     return HfRenderer.from_directory(
         config.model.path,
         parser=config.agent.parser,
         template_kwargs=config.agent.template_kwargs,
+        unclosed=UnclosedReasoning(rule),
     )
 
 

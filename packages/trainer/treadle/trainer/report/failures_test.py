@@ -2,7 +2,7 @@ import runpy
 from pathlib import Path
 
 from treadle.agent_loop import RewardError, ToolError, Trajectory, boundary
-from treadle.trainer.report.failures import FirstFailures, causes, whole_traceback
+from treadle.trainer.report.failures import FirstFailures, causes, of_own_code, whole_traceback
 from treadle.trainer.report.testing import make_task, make_trajectory
 
 
@@ -41,6 +41,39 @@ def test_the_whole_traceback_has_the_users_line_and_ours(tmp_path: Path) -> None
     text = whole_traceback(error)
     assert "return undefined_name" in text
     assert text.endswith(f"({tmp_path / 'a.py'}:2, in score)")
+
+
+def _wrong(text: str) -> Trajectory:
+    return Trajectory.failed(make_task(), RewardError(f"the reward a.py:score: {text}"))
+
+
+def test_each_cause_is_one_line_however_its_values_differ(tmp_path: Path) -> None:
+    told = [
+        *(
+            _wrong(f"the reward is {value}; it must be finite")
+            for value in ("nan", "'1.0'", "None")
+        ),
+        *(_wrong(f"the reward is {1e30 * n}; it must be between -1e6 and 1e6") for n in (1, 2)),
+        *(failed(tmp_path / "a.py", f"raise ValueError({n})") for n in range(3)),
+        _wrong('the mapping has no "score"; it has: reward'),
+    ]
+    lines = list(causes(told))
+    assert [line.split(" x ")[0] for line in lines] == ["3", "2", "1", "1", "1", "1"]
+    assert len(FirstFailures().take(told)) == len(lines)
+    many = [_wrong("".join(chr(97 + n) for n in divmod(number, 26))) for number in range(30)]
+    assert list(causes(many))[-1] == "10 of 10 other kinds"
+
+
+def test_a_bug_of_the_user_is_told_from_what_may_serve_again(tmp_path: Path) -> None:
+    assert of_own_code(failed(tmp_path / "a.py", "return {}['x']").error)
+    assert of_own_code(_wrong("the reward is None").error)
+    assert not of_own_code(failed(tmp_path / "b.py", "raise ConnectionError('x')").error)
+    assert not of_own_code(failed(tmp_path / "c.py", "raise TimeoutError").error)
+    assert not of_own_code(ToolError("sandbox down"))
+    assert not of_own_code(None)
+    sent = RewardError("reward of task 't'")
+    sent.__cause__ = Exception("Traceback ...\nhttpx.ConnectionError: refused\n\nRewardError: x")
+    assert not of_own_code(sent)
 
 
 def test_causes_are_counted_by_kind_of_error() -> None:

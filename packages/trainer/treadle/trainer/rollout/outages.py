@@ -9,7 +9,7 @@ one after another; a trajectory that it served resets the count. If it had serve
 this run, the run waits for it. If it never did, a wait would not help, and the run ends.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from treadle.agent_loop import (
@@ -19,8 +19,9 @@ from treadle.agent_loop import (
     ToolError,
     Trajectory,
 )
+from treadle.trainer.report.failures import causes, of_own_code
 
-__all__ = ["OutageError", "Outages", "failed_source"]
+__all__ = ["OutageError", "Outages", "OwnCodeError", "check_own_code", "failed_source"]
 
 _REWARD = "the reward"
 _INTERACTION = "the simulated user"
@@ -29,6 +30,31 @@ _UNNAMED = "a tool"
 
 class OutageError(RuntimeError):
     """Something that the trajectories need is down; the message names it, and how they failed."""
+
+
+class OwnCodeError(OutageError):
+    """Too many trajectories of a step failed because of the user's own code."""
+
+
+def check_own_code(trajectories: Sequence[Trajectory], *, step: int, limit: float | None) -> None:
+    """Ends a run that would train on what a bug in a reward or a loop leaves.
+
+    Args:
+        trajectories: Of the step.
+        step: Its number.
+        limit: `agent.max_failed_share`.
+
+    Raises:
+        OwnCodeError: More than this share of them failed because of such a bug.
+    """
+    failed = [t for t in trajectories if of_own_code(t.error)]
+    if limit is not None and len(failed) > limit * len(trajectories):
+        what = "\n  ".join(causes(failed))
+        raise OwnCodeError(
+            f"step {step}: {len(failed)} of {len(trajectories)} trajectories failed in the reward "
+            f"or the loop, more than agent.max_failed_share={limit:g}; a step would be trained on "
+            f"what is left. Correct it, and give the same command again:\n  {what}"
+        )
 
 
 def failed_source(error: AgentLoopError | None) -> str | None:

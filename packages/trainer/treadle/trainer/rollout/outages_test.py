@@ -2,9 +2,17 @@
 
 import pytest
 
-from treadle.agent_loop import AgentTask, Message, StopReason, ToolCall, Trajectory
+from treadle.agent_loop import (
+    AgentTask,
+    Message,
+    RewardError,
+    StopReason,
+    ToolCall,
+    ToolError,
+    Trajectory,
+)
 from treadle.tracing import Metric
-from treadle.trainer.rollout.outages import Outages
+from treadle.trainer.rollout.outages import Outages, OwnCodeError, check_own_code
 
 _ASKED = Message(role="user", content="hi")
 _CALL = Message(
@@ -26,6 +34,21 @@ def _ended(
         reward=0.0,
         metrics=(Metric("interaction/replies", replies),),
     )
+
+
+def test_a_bug_in_a_share_of_a_step_ends_the_run_and_every_cause_is_named() -> None:
+    good = _ended()
+    wrong = [
+        Trajectory.failed(good.task, RewardError(f"the reward is {what}"))
+        for what in ("nan", "None", "'1'")
+    ]
+    with pytest.raises(OwnCodeError, match=r"step 3: 3 of 11 .*share=0.25") as raised:
+        check_own_code([*wrong, *[good] * 8], step=3, limit=0.25)
+    assert [line.strip()[:3] for line in str(raised.value).splitlines()[1:]] == ["1 x"] * 3
+    check_own_code([*wrong, *[good] * 9], step=3, limit=0.25)
+    check_own_code(wrong, step=3, limit=None)
+    down = [Trajectory.failed(good.task, ToolError("sandbox down"))] * 9
+    check_own_code([good, *down], step=3, limit=0.25)
 
 
 @pytest.mark.parametrize(

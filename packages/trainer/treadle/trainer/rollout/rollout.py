@@ -211,7 +211,7 @@ class Rollout:
             else:
                 continue
             text = self.outages.describe(source, causes(failed))
-            raise OutageError(f"{text}, and {why}: mend it, and start again with the same run.dir")
+            raise OutageError(f"{text}, and {why}. Correct it, and give the same command again")
 
     def down(self, ended: Iterable[Trajectory], num_tasks: int) -> list[str]:
         """Returns the sources to wait for: those that had served and now fail trajectories."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from treadle.tracing.inert import InertFormatter
 from treadle.trainer.report import Progress
 
 __all__ = ["run_log"]
@@ -56,7 +57,7 @@ def run_log(path: Path, progress: Progress) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     to_file = _LogFile(path, progress)
-    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_file.setFormatter(InertFormatter())
     handlers = [to_file, _Notes(progress)]
     ours = logging.getLogger("treadle")
     level, propagate = ours.level, ours.propagate

@@ -62,6 +62,8 @@ def server_arguments(
         for prefix, why in _FORBIDDEN_PREFIXES.items():
             if name.startswith(prefix):
                 raise ValueError(f"engine_args.{name} is not supported: {why}; leave it out")
+    assert config.model.path is not None
+    _check_layers(config.model.path, model)
     own = _managed_arguments(config, model, cpu=cpu)
     merged = merge_arguments(
         own, config.engine_args, known=known, argument_class="sglang's ServerArgs"
@@ -113,6 +115,15 @@ def kv_bytes_per_token(directory: Path, element_type: ElementType) -> int:
             "leave it out and set engine_args.max_total_tokens"
         ) from None
     return int(2 * layers * kv_heads * head_dim * element_type.size_bytes)
+
+
+def _check_layers(directory: Path, model: ModelInfo) -> None:
+    num_layers = json.loads((directory / "config.json").read_text()).get("num_hidden_layers")
+    if 0 < model.num_moe_layers < (num_layers or 0):
+        raise ValueError(
+            f"{directory} has experts in {model.num_moe_layers} of {num_layers} layers, but SGLang "
+            f"computes a {model.architecture} as if all had them: use the vllm or torch engine"
+        )
 
 
 def _managed_arguments(

@@ -54,6 +54,12 @@ def test_experts_are_reported_where_sglang_can(path: Path) -> None:
         assert not reports_experts(config, MODEL)
 
 
+def test_a_model_with_dense_layers_between_is_refused(path: Path) -> None:
+    config = ServerConfig(model=ModelConfig(path=path))
+    with pytest.raises(ValueError, match="has experts in 1 of 2 layers, but SGLang computes a"):
+        server_arguments(config, replace(MODEL, num_moe_layers=1), cpu=True, known=KNOWN)
+
+
 def test_our_keys_are_sglangs_arguments(path: Path) -> None:
     told = arguments(
         path,

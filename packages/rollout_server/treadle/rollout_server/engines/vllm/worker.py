@@ -98,6 +98,7 @@ class WorkerExtension:
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             reload.finalize_layerwise_reload(model, self.model_config)
             _pack_heads(model)
+            _pack_experts(model)
 
     def treadle_receive(self, message: str) -> str:
         """Replaces all weights by the broadcasts of a group's senders.
@@ -146,3 +147,18 @@ def _pack_heads(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, kind) and hasattr(module, "cpu_linear"):
             utils.dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _pack_experts(model: Any) -> None:
+    """Packs experts for the CPU's kernels again, which vLLM does at the first load only."""
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        if isinstance(module, RoutedExperts):
+            experts = module.quant_method.moe_kernel.fused_experts
+            if isinstance(experts, CPUUnquantizedExperts):
+                experts.process_weights_after_loading(module)

@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Protocol, Self
 
+from treadle.tracing.inert import inert
 from treadle.trainer.report.metrics import (
     REWARD,
     ROLLOUT_S,
@@ -170,7 +171,7 @@ class PlainProgress:
 
     def _write(self, text: str) -> None:
         with suppress(OSError):  # the reader of the output is gone; the run continues
-            self._stream.write(text + "\n")
+            self._stream.write(inert(text) + "\n")
             self._stream.flush()
 
     def __enter__(self) -> Self:
@@ -231,7 +232,7 @@ class LiveProgress:
 
     def note(self, text: str) -> None:
         """Prints the line above the bars."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(inert(text), markup=False, highlight=False)
 
     @contextmanager
     def phase(self, name: str, *, total: int | None = None) -> Iterator[None]:

@@ -27,6 +27,7 @@ from treadle.tracing import FinishedSpan
 from treadle.trainer.report.trajectories import Recorded
 from treadle.trainer.rollout.continuous import ContinuousRollout
 from treadle.trainer.rollout.loops_from_config import sampling_params
+from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.tracing.run_tracing import expect_traces
 from treadle.trainer.training_loop.context import Timer, TrainingContext
@@ -64,7 +65,7 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
                     found = await groups.take(step)
                 work = train_step(context, step, found, timer, groups)
                 await finished_first(work, say=context.progress.note)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, OutageError):
                 if not groups.queue.training:
                     await save_interrupted(context, groups)
                 raise

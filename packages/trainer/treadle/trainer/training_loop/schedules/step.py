@@ -15,6 +15,7 @@ from treadle.policy.algorithms.reward_kl import Charges, coefficient_after
 from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.trainer.report import rollout_metrics
+from treadle.trainer.rollout.outages import OwnCodeError, check_own_code
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups
 from treadle.trainer.training_loop.groups import NoGroupLeftError, StepBatch, survivors_of
@@ -82,9 +83,15 @@ async def train_step(
     Raises:
         AdvantageError: The estimator failed.
         NoGroupLeftError: Failures left nothing to train on.
+        OwnCodeError: A bug of the user's failed too many trajectories.
         Exception: See `run_sync`.
     """
     config = context.config
+    try:
+        check_own_code(found.trajectories, step=step, limit=config.agent.max_failed_share)
+    except OwnCodeError:
+        await context.log_training(step, found.sampled, None)
+        raise
     context.unsaved = None
 
     # From here to the weight sync, servers that share devices with the policy lend it their memory.
@@ -178,7 +185,7 @@ async def train_step(
 async def save_interrupted(
     context: TrainingContext, beside: GroupsBesideTraining | None = None
 ) -> None:
-    """Saves the last step of a run that is interrupted while its policy is at rest.
+    """Saves the last step of a run that ends early, while its policy is at rest.
 
     Raises:
         PolicyError: A policy rank failed.
@@ -188,7 +195,7 @@ async def save_interrupted(
     if context.unsaved is None or not schedule.keeps_checkpoints:
         return
     step, metrics = context.unsaved
-    context.progress.note(f"interrupted: saving step {step}; interrupt again to end now")
+    context.progress.note(f"the run ends early: saving step {step}; interrupt again to end now")
     if context.config.rollout.release_memory:  # the servers have the memory of the policy
         await context.release_memory()
     await context.save_model(step, with_hf=schedule.save_hf == "every")

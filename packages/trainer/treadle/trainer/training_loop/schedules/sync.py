@@ -9,6 +9,7 @@ the same rows and the same seeds.
 
 import asyncio
 
+from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import gather
 from treadle.trainer.training_loop.interruption import finished_first
@@ -45,6 +46,6 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
             with timer.phase("rollout"):
                 found = await gather(context, step, keep_surplus=not saves(context, step))
             await finished_first(train_step(context, step, found, timer), say=context.progress.note)
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, OutageError):
             await save_interrupted(context)
             raise
