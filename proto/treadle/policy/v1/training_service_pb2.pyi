@@ -242,6 +242,65 @@ class TokenValues(_message.Message):
     entropy: bytes
     def __init__(self, logprobs: _Optional[bytes] = ..., entropy: _Optional[bytes] = ...) -> None: ...
 
+class ForwardBackwardRequest(_message.Message):
+    __slots__ = ("batch", "algorithm", "temperature", "keep_tokens")
+    BATCH_FIELD_NUMBER: _ClassVar[int]
+    ALGORITHM_FIELD_NUMBER: _ClassVar[int]
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    KEEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    batch: int
+    algorithm: str
+    temperature: float
+    keep_tokens: bool
+    def __init__(self, batch: _Optional[int] = ..., algorithm: _Optional[str] = ..., temperature: _Optional[float] = ..., keep_tokens: bool = ...) -> None: ...
+
+class ForwardBackwardResponse(_message.Message):
+    __slots__ = ("loss", "num_sequences", "num_computed", "num_tokens", "num_rows", "num_loss_tokens", "num_micro_batches", "time_s", "metrics", "tokens")
+    class MetricsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    LOSS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOSS_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    METRICS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    loss: float
+    num_sequences: int
+    num_computed: int
+    num_tokens: int
+    num_rows: int
+    num_loss_tokens: int
+    num_micro_batches: int
+    time_s: float
+    metrics: _containers.ScalarMap[str, float]
+    tokens: TokenValues
+    def __init__(self, loss: _Optional[float] = ..., num_sequences: _Optional[int] = ..., num_computed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., num_micro_batches: _Optional[int] = ..., time_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[_Union[TokenValues, _Mapping]] = ...) -> None: ...
+
+class OptimizerStepRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class OptimizerStepResponse(_message.Message):
+    __slots__ = ("step", "grad_norm", "skipped", "learning_rate")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    GRAD_NORM_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    grad_norm: float
+    skipped: bool
+    learning_rate: float
+    def __init__(self, step: _Optional[int] = ..., grad_norm: _Optional[float] = ..., skipped: bool = ..., learning_rate: _Optional[float] = ...) -> None: ...
+
 class FineTuneRequest(_message.Message):
     __slots__ = ("batch", "aggregation")
     BATCH_FIELD_NUMBER: _ClassVar[int]

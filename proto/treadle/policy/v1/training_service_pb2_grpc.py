@@ -60,6 +60,16 @@ class TrainingServiceStub(object):
                 request_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateRequest.SerializeToString,
                 response_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateResponse.FromString,
                 _registered_method=True)
+        self.ForwardBackward = channel.unary_unary(
+                '/treadle.policy.v1.TrainingService/ForwardBackward',
+                request_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardRequest.SerializeToString,
+                response_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardResponse.FromString,
+                _registered_method=True)
+        self.OptimizerStep = channel.unary_unary(
+                '/treadle.policy.v1.TrainingService/OptimizerStep',
+                request_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepRequest.SerializeToString,
+                response_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepResponse.FromString,
+                _registered_method=True)
         self.FineTune = channel.unary_unary(
                 '/treadle.policy.v1.TrainingService/FineTune',
                 request_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.FineTuneRequest.SerializeToString,
@@ -117,6 +127,21 @@ class TrainingServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ForwardBackward(self, request, context):
+        """Adds the gradient of a loss over a batch to that of the next optimizer step. Weights of tokens
+        are normalised over the batch of each call: see algorithm.loss_aggregation.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OptimizerStep(self, request, context):
+        """Takes an optimizer step of the policy with the gradient that was added up.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def FineTune(self, request, context):
         """Takes one optimizer step of supervised fine-tuning.
         """
@@ -165,6 +190,16 @@ def add_TrainingServiceServicer_to_server(servicer, server):
                     servicer.Update,
                     request_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateRequest.FromString,
                     response_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateResponse.SerializeToString,
+            ),
+            'ForwardBackward': grpc.unary_unary_rpc_method_handler(
+                    servicer.ForwardBackward,
+                    request_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardRequest.FromString,
+                    response_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardResponse.SerializeToString,
+            ),
+            'OptimizerStep': grpc.unary_unary_rpc_method_handler(
+                    servicer.OptimizerStep,
+                    request_deserializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepRequest.FromString,
+                    response_serializer=treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepResponse.SerializeToString,
             ),
             'FineTune': grpc.unary_unary_rpc_method_handler(
                     servicer.FineTune,
@@ -318,6 +353,60 @@ class TrainingService(object):
             '/treadle.policy.v1.TrainingService/Update',
             treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateRequest.SerializeToString,
             treadle_dot_policy_dot_v1_dot_training__service__pb2.UpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ForwardBackward(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.policy.v1.TrainingService/ForwardBackward',
+            treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardRequest.SerializeToString,
+            treadle_dot_policy_dot_v1_dot_training__service__pb2.ForwardBackwardResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OptimizerStep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/treadle.policy.v1.TrainingService/OptimizerStep',
+            treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepRequest.SerializeToString,
+            treadle_dot_policy_dot_v1_dot_training__service__pb2.OptimizerStepResponse.FromString,
             options,
             channel_credentials,
             insecure,

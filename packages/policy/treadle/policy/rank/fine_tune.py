@@ -45,10 +45,11 @@ def run_fine_tune(
     policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
 ) -> pb.FineTuneResponse:
     """Takes one optimizer step, and looks at what it left."""
-    from treadle.policy.rank.train_batch import not_finite, step_stats
+    from treadle.policy.rank.train_batch import not_finite, stats_message
 
-    steps = map(step_stats, fine_tune(policy, [sequences], aggregation=aggregation))
-    return pb.FineTuneResponse(steps=steps, broken=not_finite(policy, sequences, 1.0))
+    steps = fine_tune(policy, [sequences], aggregation=aggregation)
+    messages = [stats_message(pb.StepStats, step) for step in steps]
+    return pb.FineTuneResponse(steps=messages, broken=not_finite(policy, sequences, 1.0))
 
 
 def logprob_sums(policy: PolicyBackend, sequences: Sequence[TrainSequence]) -> tuple[float, ...]:

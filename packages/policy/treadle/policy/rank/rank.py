@@ -64,7 +64,8 @@ _COMMUNICATING = (
 
 
 _CAUSES: Final[Mapping[str, RankCause]] = {
-    **dict.fromkeys(("Update", "UpdateCritic", "FineTune"), "train"),
+    **dict.fromkeys(("Update", "UpdateCritic", "FineTune", "ForwardBackward"), "train"),
+    "OptimizerStep": "optimizer",
     **dict.fromkeys(("LogProbs", "LogprobSums", "MeasureReference", "Values"), "logprobs"),
     **dict.fromkeys(("OpenRendezvous", "Initialize", "Load", "LoadCritic"), "start"),
     **dict.fromkeys(("Save", "SaveCritic", "SaveHf", "SaveAdapter"), "save"),
@@ -184,6 +185,20 @@ class PolicyRank:
                 if not answers:
                     response.ClearField("tokens")
                 return response
+            case pb.ForwardBackwardRequest():
+                computed = train_batch.run_forward_backward(
+                    policy,
+                    sequences,
+                    from_json(AlgorithmConfig, request.algorithm),
+                    temperature=request.temperature,
+                    keep_tokens=request.keep_tokens,
+                )
+                if not answers:
+                    computed.ClearField("tokens")
+                return computed
+            case pb.OptimizerStepRequest():
+                step = policy.optimizer_step()
+                return train_batch.stats_message(pb.OptimizerStepResponse, step)
             case pb.MeasureReferenceRequest():
                 measured = train_batch.measure_reference(
                     policy,

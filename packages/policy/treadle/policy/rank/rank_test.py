@@ -1,12 +1,19 @@
 import re
 import socket
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+from treadle.policy.config.settings import to_json
 from treadle.policy.rank.rank import PolicyRank, _kind, main
+from treadle.policy.testing.tiny import sequences, write_model
+from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.errors_pb2 import FailureKind
-from treadle.policy.v1.rank_service_pb2 import OpenRendezvousRequest
+from treadle.policy.v1.rank_service_pb2 import InitializeRequest, OpenRendezvousRequest
 from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
 
 
@@ -23,6 +30,29 @@ def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) 
         r"treadle-policy \S+, megatron 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
         capsys.readouterr().out,
     )
+
+
+def test_a_gradient_and_a_step_are_an_update(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=1)
+    algorithm = to_json(AlgorithmConfig(loss_aggregation="token-sum"))
+    batch = sequences()
+    ranks = [PolicyRank("127.0.0.1") for _ in range(2)]
+    policy = to_json(PolicyConfig(backend="fake", optimizer=OptimizerConfig(lr=0.01)))
+    for rank in ranks:
+        rank.execute(
+            InitializeRequest(policy=policy, model_path=str(tmp_path), rank=0, world_size=1)
+        )
+    whole: Any = ranks[0].execute(pb.UpdateRequest(algorithm=algorithm, temperature=1.0), batch)
+    request = pb.ForwardBackwardRequest(algorithm=algorithm, temperature=1.0, keep_tokens=True)
+    parts: list[Any] = [ranks[1].execute(request, part) for part in (batch[:2], batch[2:])]
+    step: Any = ranks[1].execute(pb.OptimizerStepRequest())
+    assert sum(part.loss for part in parts) == pytest.approx(whole.steps[0].loss)
+    assert step.grad_norm == pytest.approx(whole.steps[0].grad_norm)
+    assert (step.step, step.skipped) == (1, False)
+    assert b"".join(part.tokens.logprobs for part in parts) == whole.tokens.logprobs
+    asked = pb.LogProbsRequest(temperature=1.0)
+    first, second = (np.frombuffer(rank.execute(asked, batch).logprobs, "<f4") for rank in ranks)
+    assert first == pytest.approx(second, abs=1e-6)
 
 
 def _raised_in(module: str, error: Exception) -> Exception:

@@ -11,10 +11,11 @@ The critic learns from the same mini-batches.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from google.protobuf.message import Message
 from numpy.typing import NDArray
 
 from treadle.agent_loop import FloatArray
@@ -24,7 +25,7 @@ from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
 from treadle.policy.backend import CriticBackend, PolicyBackend
 from treadle.policy.client.batch import cut, of_loss_tokens
-from treadle.policy.client.types import StepStats, TrainSequence
+from treadle.policy.client.types import LossStats, OptimizerStats, StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.rank_time import spent_on
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -34,9 +35,12 @@ __all__ = [
     "measure_reference",
     "not_finite",
     "run_critic_update",
+    "run_forward_backward",
     "run_update",
-    "step_stats",
+    "stats_message",
 ]
+
+M = TypeVar("M", bound=Message)
 
 
 def run_update(
@@ -88,7 +92,7 @@ def run_update(
     if free_memory:
         torch.cuda.empty_cache()  # does nothing without CUDA
     return pb.UpdateResponse(
-        steps=map(step_stats, steps),
+        steps=[stats_message(pb.StepStats, step) for step in steps],
         broken=not_finite(policy, sequences, temperature),
         logprobs_s=logprobs_s,
         mismatch=mismatch,
@@ -166,14 +170,47 @@ def run_critic_update(
     if free_memory:
         torch.cuda.empty_cache()
     return pb.UpdateCriticResponse(
-        steps=map(step_stats, steps), broken=_not_finite_critic(critic, sequences)
+        steps=[stats_message(pb.StepStats, step) for step in steps],
+        broken=_not_finite_critic(critic, sequences),
     )
 
 
-def step_stats(step: StepStats) -> pb.StepStats:
-    """Returns the message; without what was kept of the tokens."""
-    names = pb.StepStats.DESCRIPTOR.fields_by_name
-    return pb.StepStats(**{name: getattr(step, name) for name in names})
+def run_forward_backward(
+    policy: PolicyBackend,
+    sequences: Sequence[TrainSequence],
+    algorithm: AlgorithmConfig,
+    *,
+    temperature: float,
+    keep_tokens: bool = False,
+) -> pb.ForwardBackwardResponse:
+    """Adds the gradient of a batch to that of the next step; see `run_update`."""
+    stats = policy.forward_backward(
+        _with_old_logprobs(policy, sequences, algorithm, temperature),
+        policy_loss(algorithm),
+        aggregation=algorithm.loss_aggregation,
+        aggregation_length=algorithm.aggregation_length,
+        temperature=temperature,
+        keep_tokens=keep_tokens,
+    )
+    response = stats_message(pb.ForwardBackwardResponse, stats)
+    if stats.tokens is not None:
+        values = _token_message(stats.tokens.logprobs_M, stats.tokens.entropy_M)
+        response.tokens.CopyFrom(values)
+    return response
+
+
+def stats_message(kind: type[M], stats: LossStats | OptimizerStats) -> M:
+    """Returns statistics as a message of a kind; without what was kept of the tokens."""
+    names = (name for name in kind.DESCRIPTOR.fields_by_name if name != "tokens")
+    return kind(**{name: getattr(stats, name) for name in names})
+
+
+def _token_message(
+    logprobs_M: NDArray[np.float32], entropy_M: NDArray[np.float32]
+) -> pb.TokenValues:
+    return pb.TokenValues(
+        logprobs=logprobs_M.astype("<f4").tobytes(), entropy=entropy_M.astype("<f4").tobytes()
+    )
 
 
 def at_loss_tokens(sequences: Sequence[TrainSequence], values: Sequence[FloatArray]) -> bytes:
@@ -244,10 +281,7 @@ def _token_values(
     if measured is not None:
         before = [s.at_loss_tokens("old_logprobs") for s in measured]
         logprobs_M = _of_all(policy, measured, before)
-    entropy_M = np.concatenate([tokens.entropy_M for tokens in kept])
-    return pb.TokenValues(
-        logprobs=logprobs_M.astype("<f4").tobytes(), entropy=entropy_M.astype("<f4").tobytes()
-    )
+    return _token_message(logprobs_M, np.concatenate([tokens.entropy_M for tokens in kept]))
 
 
 def _mismatch(
