@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from chat_templates.conversations import REASONING, TOOLS, Conversation
-from treadle.agent_loop import RenderError
+from treadle.agent_loop import RenderError, SetupError
 from treadle.agent_loop.hf import HfRenderer
 
 Ids: TypeAlias = tuple[int, ...]
@@ -56,7 +56,7 @@ def compare(renderer: HfRenderer, tokenizer: Any, conversation: Conversation) ->
     comparison = _Comparison(renderer, tokenizer, conversation)
     try:
         verdict, cause = comparison.run()
-    except RenderError as error:
+    except (RenderError, SetupError) as error:
         verdict, cause = Verdict.REFUSED, " ".join(str(error).split())
     return Finding(conversation=conversation.name, verdict=verdict, cause=cause)
 

@@ -42,6 +42,8 @@ def message_classes(files: FileDescriptorSet) -> MessageClasses:
     found: MessageClasses = {}
 
     def add(descriptor: Descriptor) -> None:
+        if descriptor.GetOptions().map_entry:  # no message that a program makes
+            return
         found[descriptor.full_name] = GetMessageClass(descriptor)
         for nested in descriptor.nested_types:
             add(nested)
@@ -87,6 +89,10 @@ OLDER = message_classes(edited(drop_the_newest_field))
 def fill(message: Message, depth: int = 0) -> Message:
     """Sets every field, so that a lost one is noticed; of a oneof the last one stays."""
     for field in message.DESCRIPTOR.fields:
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            key, value = (sample(inner) for inner in field.message_type.fields)
+            getattr(message, field.name)[key] = value
+            continue
         if field.message_type is not None:
             if depth < 5:
                 inner = getattr(message, field.name)

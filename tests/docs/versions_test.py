@@ -30,12 +30,14 @@ def test_the_row_of_this_version_is_what_the_packages_require() -> None:
     server = project("rollout_server")
     lines = " ".join(line for extra in server["optional-dependencies"].values() for line in extra)
     found = dict(re.findall(r"\b(torch|transformers|vllm|sglang)[>=]=(\S+)", lines))
+    megatron = " ".join(project("policy")["optional-dependencies"]["megatron"])
     pythons = re.findall(r"Python :: (3\.\d+)", " ".join(server["classifiers"]))
     assert next(iter(table().values()))[1:] == [
         "`v1`",
         f"{pythons[0]} to {pythons[-1]}",
         f"{found['torch']} or later",
         f"{found['transformers']} or later",
+        " or ".join(re.findall(r"megatron-core==([\d.]+)", megatron)),
         found["vllm"],
         found["sglang"],
     ]

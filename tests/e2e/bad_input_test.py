@@ -68,7 +68,7 @@ def test_an_error_in_the_users_reward_is_told_with_file_and_line(
 ) -> None:
     reward = tmp_path / "my_reward.py"
     reward.write_text("def score(trajectory):\n    return undefined_name\n")
-    trainer = start_trainer(*_ONE_STEP, f"reward.name={reward}:score")
+    trainer = start_trainer(*_ONE_STEP, f"reward.name={reward}:score", "policy.backend=fake")
     said = _end(trainer, 1)
     assert f'File "{reward}", line 2, in score\n    return undefined_name' in said
     last = said[said.rindex("error: none of") :]

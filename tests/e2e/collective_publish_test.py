@@ -16,10 +16,10 @@ import pytest
 import pytest_asyncio
 import torch
 
-from treadle.policy.backends.megatron.testing.tiny import write_model
 from treadle.policy.client.group import PolicyError
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.policy.config.weight_sync import CollectiveTransportConfig, WeightSyncConfig
+from treadle.policy.testing.tiny import write_model
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import WeightPublisher

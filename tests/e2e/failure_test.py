@@ -102,7 +102,9 @@ def test_a_run_continues_without_a_dead_server_until_none_is_left(
     start_trainer: StartTrainer,
 ) -> None:
     trainer = start_trainer(
-        _ENDLESS, *_UNVALIDATED, "rollout.num_replicas=2", "rollout.max_restarts=0"
+        _ENDLESS,
+        *_UNVALIDATED,
+        *("rollout.num_replicas=2", "rollout.max_restarts=0", "policy.backend=fake"),
     )
     trainer.read_until(" 1/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
@@ -120,7 +122,7 @@ def test_a_run_continues_without_a_dead_server_until_none_is_left(
 def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     start_trainer: StartTrainer,
 ) -> None:
-    trainer = start_trainer(_ENDLESS, *_UNVALIDATED, "schedule.save_every=2")
+    trainer = start_trainer(_ENDLESS, *_UNVALIDATED, "policy.backend=fake")
     trainer.read_until(" 2/1000")
     os.kill(trainer.pid_of("rollout-0"), signal.SIGKILL)
     trainer.read_until("started again: rollout-0")
@@ -131,6 +133,10 @@ def test_the_only_server_is_started_again_and_an_interrupt_ends_everything(
     assert trainer.wait() == 130, trainer.output
     assert f"to resume: run.dir={trainer.run_dir}" in trainer.output
     assert "Traceback" not in trainer.output
+    # Its last step is saved, though no number of steps was to be.
+    last = trainer.metrics()[-1]["step"]
+    assert (trainer.run_dir / "checkpoints/latest").read_text().strip() == f"step-{last:08d}"
+    assert f"step {last} is saved" in trainer.output
     assert "The run was interrupted." in trainer.page()
     _await_end(server)
     # The server that was started again sampled with the present weights.

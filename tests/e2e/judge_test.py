@@ -73,7 +73,12 @@ def test_a_step_is_rewarded_by_a_judge(tmp_path: Path, start_trainer: StartTrain
         "max_attempts": 1,
     }
     rubric.write_text(yaml.safe_dump(document), encoding="utf-8")
-    settings = (f"reward.name={rubric}", "schedule.total_steps=1", "schedule.val_every=1")
+    settings = (
+        f"reward.name={rubric}",
+        "schedule.total_steps=1",
+        "schedule.val_every=1",
+        "policy.backend=fake",
+    )
     try:
         run = start_trainer(*settings)
         assert run.wait() == 0, run.output

@@ -1,151 +1,26 @@
-"""Replayed routing end to end: torch engine, gRPC, agent loop, ledger, training step."""
+"""Replayed routing end to end, with the torch engine in this process."""
 
-import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from treadle.agent_loop import (
-    AgentTask,
-    Conversation,
-    LoopLimits,
-    Message,
-    SamplingParams,
-    Services,
-    StopReason,
-    Trajectory,
-)
-from treadle.agent_loop.rpc import Requirements, connect
-from treadle.agent_loop.testing import ByteRenderer
-from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.experts.router import ExpertRouter
-from treadle.policy.backends.megatron.testing.tiny import write_model
-from treadle.policy.client.types import TrainSequence
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.policy import MoeConfig, OptimizerConfig, PolicyConfig
 from treadle.rollout_server.engine import ElementType
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 from treadle.rollout_server.testing import serve_in_process
-from treadle.trainer.training_loop.groups import _sequence
 
-pytestmark = pytest.mark.asyncio
-
-LOSS = policy_loss(AlgorithmConfig())
-LAYERS, TOP_K, EXPERTS = (0, 2), 2, 8
+from .replaying import check_replay, write_sparse_model
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("model")
-    write_model(
-        path,
-        "qwen3_moe",
-        num_hidden_layers=3,
-        mlp_only_layers=[1],
-        vocab_size=ByteRenderer.vocab_size,
-    )
-    return path
-
-
-@asynccontextmanager
-async def services(folder: Path) -> AsyncIterator[Services]:
+@pytest.mark.asyncio
+async def test_the_policy_computes_with_the_experts_of_the_engine(tmp_path: Path) -> None:
     engine = await TorchEngine.load(
-        ModelSource(path=folder, dtype=ElementType.FLOAT32, device="cpu"),
+        ModelSource(path=write_sparse_model(tmp_path), dtype=ElementType.FLOAT32, device="cpu"),
         max_num_seqs=4,
         prefix_cache_bytes=1 << 20,
         num_threads=1,
     )
-    needs = Requirements(capabilities=frozenset({"sampled_logprobs", "routed_experts"}))
     try:
-        async with (
-            serve_in_process(engine) as server,
-            connect([server.address], requirements=needs) as generator,
-        ):
-            yield Services(
-                generator=generator,
-                renderer=ByteRenderer(),
-                limits=LoopLimits(max_response_tokens=120, max_context_tokens=250),
-                sampling=SamplingParams(max_tokens=12, temperature=1.0, seed=3),
-                routed_experts=True,
-            )
+        async with serve_in_process(engine) as server:
+            await check_replay(tmp_path, server.address)
     finally:
         await engine.aclose()
-
-
-async def two_turns(services: Services, index: int) -> Trajectory:
-    task = AgentTask(
-        task_id="t",
-        sample_index=0,
-        rollout_index=index,
-        loop="own",
-        messages=(Message(role="user", content="2 + 2?"),),
-    )
-    with Conversation(task, services) as conversation:
-        await conversation.generate()
-        assert conversation.answer([Message(role="user", content="Is it 4?")]) is None
-        await conversation.generate()
-        return conversation.finish(StopReason.FINISHED)
-
-
-def chosen_experts(policy: MegatronPolicy, batch: Sequence[TrainSequence]) -> torch.Tensor:
-    """Takes one micro-batch through the policy; returns [rows, layers with experts, experts]."""
-    chosen: list[torch.Tensor] = []
-    hooks = [
-        module.register_forward_hook(lambda _router, _args, output: chosen.append(output[1]))
-        for module in policy._model.modules()
-        if isinstance(module, ExpertRouter)
-    ]
-    policy.logprobs(batch)
-    for hook in hooks:
-        hook.remove()
-    return torch.stack(chosen, dim=1)
-
-
-def reported_experts(sequence: TrainSequence) -> torch.Tensor:
-    """The same, of the rows up to the last token's, as the engine reported them."""
-    experts = sequence.routed_experts
-    assert experts is not None
-    ids = torch.tensor(list(experts.data)).view(-1, len(LAYERS), TOP_K)
-    assert len(ids) == len(sequence.ids) - 1
-    return torch.zeros(len(ids), len(LAYERS), EXPERTS, dtype=torch.bool).scatter(2, ids, True)
-
-
-async def test_the_policy_computes_with_the_experts_of_the_engine(folder: Path) -> None:
-    async with services(folder) as serving:
-        trajectories = await asyncio.gather(*[two_turns(serving, i) for i in range(3)])
-        plain = await two_turns(replace(serving, routed_experts=False), 0)
-    assert plain.samples[0].ids == trajectories[0].samples[0].ids
-    assert plain.samples[0].routed_experts is None
-    batch = [
-        replace(_sequence(t.samples[0], None, 0, {}), advantages=float(i - 1))
-        for i, t in enumerate(trajectories)
-    ]
-    config = PolicyConfig(
-        moe=MoeConfig(routing_replay=True),
-        optimizer=OptimizerConfig(lr=0.02),
-        share_prefixes="never",
-    )
-    policy = MegatronPolicy(config, folder)
-    try:
-        for sequence in batch:
-            assert torch.equal(chosen_experts(policy, [sequence]), reported_experts(sequence))
-        fresh = policy.train_step(batch, LOSS).metrics
-        assert fresh["moe/replayed_rows"] == 1.0
-        assert fresh["moe/replay_changed"] == 0.0
-        assert fresh["rollout/logprob_diff_max"] < 1e-4
-        # The weights have changed, and with them what the policy would choose.
-        stale = policy.train_step(batch, LOSS).metrics
-        assert stale["moe/replayed_rows"] == 1.0
-        assert stale["moe/replay_changed"] > 0.05
-        for sequence in batch:
-            assert torch.equal(chosen_experts(policy, [sequence]), reported_experts(sequence))
-        free = [replace(sequence, routed_experts=None) for sequence in batch]
-        assert not torch.equal(chosen_experts(policy, free[:1]), reported_experts(batch[0]))
-        assert policy.logprobs(batch) != policy.logprobs(free)
-    finally:
-        policy.close()

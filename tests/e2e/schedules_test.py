@@ -19,7 +19,7 @@ _ASYNC = (
     "schedule.save_hf=never",
     "schedule.val_every=null",
     "schedule.val_before_train=false",
-    "rollout.name=fake",
+    *("rollout.name=fake", "policy.backend=fake"),
     "data.shuffle=false",
 )
 

@@ -20,13 +20,13 @@ from treadle.conformance.client.remote_engine import RemoteEngine, connect_engin
 from treadle.conformance.contracts.reader import Output, random_prompt, request, run_all
 from treadle.conformance.contracts.reference import reference
 from treadle.conformance.contracts.remote_contract import plain_channel
-from treadle.policy.backends.megatron.testing.tiny import VOCAB, write_model
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import ElementType, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.policy.config.settings import to_json
 from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.testing.tiny import VOCAB, write_model
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.publisher import PublishReport, WeightPublisher

@@ -15,14 +15,14 @@ from gpu.check import Context, Figures, expect
 
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.testing.tiny import (
+from treadle.policy.client.types import TrainSequence
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OffloadConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.testing.tiny import (
     forked_sequences,
     sequences,
     write_model,
 )
-from treadle.policy.client.types import TrainSequence
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.policy import OffloadConfig, OptimizerConfig, PolicyConfig
 
 _Dtype = Literal["float32", "bfloat16"]
 # About 0.4 B parameters, so that memory and rates are those of the device.

@@ -20,6 +20,8 @@ PACKAGES = (
     *("agent_loop", "conformance", "policy", "proto", "rollout_server", "tools", "tracing"),
     "trainer",
 )
+# The contracts; the second is a part of the package that another wheel has the rest of.
+CONTRACTS = ("treadle.rollout", "treadle.policy.v1", "treadle.loop_worker")
 # Where the distribution is not named like the module.
 DISTRIBUTION_OF = {
     "PIL": "pillow",
@@ -34,7 +36,6 @@ DISTRIBUTION_OF = {
     "opentelemetry": "opentelemetry-sdk",  # which requires the API
     "opentelemetry.exporter": "opentelemetry-exporter-otlp-proto-http",
     "pydantic_core": "pydantic",
-    "treadle.rollout": "treadle-proto",
     "yaml": "pyyaml",
     "mlflow": "mlflow-skinny",
     "tensorboardX": "tensorboardx",
@@ -106,7 +107,7 @@ def read_wheel(package: str) -> Wheel:
 
 def distributions_imported(wheel: Wheel, package: str) -> Iterator[str]:
     """Yields the distributions that the modules of a wheel import, lazily or not."""
-    own = f"treadle.{'rollout' if package == 'proto' else package}"
+    own = "treadle-proto" if package == "proto" else f"treadle-{package}"
     for name, text in wheel.files.items():
         if not name.endswith(".py"):
             continue
@@ -120,23 +121,29 @@ def distributions_imported(wheel: Wheel, package: str) -> Iterator[str]:
                 continue
             for module in modules:
                 top, two = module.split(".")[0], ".".join(module.split(".")[:2])
-                if top in sys.stdlib_module_names or top == "_typeshed" or two == own:
+                if top in sys.stdlib_module_names or top == "_typeshed":
                     continue
                 default = two.replace(".", "-") if top == "treadle" else top
                 found = DISTRIBUTION_OF.get(two) or DISTRIBUTION_OF.get(top) or default
-                yield found.replace("_", "-")
+                if module.startswith(CONTRACTS):
+                    found = "treadle-proto"
+                if found != own:
+                    yield found.replace("_", "-")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_wheel_holds_its_package_typed_and_without_tests(package: str) -> None:
     wheel = read_wheel(package)
-    folder = "treadle/rollout" if package == "proto" else f"treadle/{package}"
-    assert f"{folder}/py.typed" in wheel.files
+    folders = [f"treadle/{package}"]
+    if package == "proto":
+        folders = [contract.replace(".", "/") for contract in CONTRACTS]
+    assert {f"{folder}/py.typed" for folder in folders} <= wheel.files.keys()
     assert "treadle/__init__.py" not in wheel.files
     stray = [
         name
         for name in wheel.files
-        if not name.startswith(f"{folder}/") and ".dist-info/" not in name
+        if not name.startswith(tuple(f"{folder}/" for folder in folders))
+        and ".dist-info/" not in name
     ]
     tests = [name for name in wheel.files if name.endswith("_test.py") or "conftest" in name]
     assert (stray, tests) == ([], [])

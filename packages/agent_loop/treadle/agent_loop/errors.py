@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from treadle.agent_loop.user_code import user_place
+from treadle.tracing.inert import inert
 
 
 class AgentLoopError(Exception):
@@ -142,7 +143,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
     Args:
         error: The branch of the tree that this boundary belongs to.
         what: Names the thing that may fail; the error's message begins with it, and ends with
-            the place in the user's code, if there is one.
+            the place in the user's code, if there is one. What it quotes is inert (`inert`).
 
     Raises:
         RolloutError: One raised inside passes unchanged; a foreign exception becomes `error`.
@@ -162,7 +163,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
     except BaseException as cause:
         place = user_place(cause)
         at = "" if place is None else f" ({place})"
-        raise error(f"{what}: {type(cause).__name__}: {cause}{at}") from cause
+        raise error(inert(f"{what}: {type(cause).__name__}: {cause}{at}")) from cause
 
 
 def _is_stray() -> bool:

@@ -26,6 +26,7 @@ def test_public_names_are_pinned() -> None:
         "HermesParser",
         "ParsedText",
         "ToolCallParser",
+        "UnclosedReasoning",
         "parser_for_template",
         "parser_named",
     ]

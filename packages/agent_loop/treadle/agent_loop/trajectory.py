@@ -22,6 +22,7 @@ from treadle.agent_loop.tokens.late_field import FieldSource, LateField
 from treadle.agent_loop.tokens.transcript import Tokens
 from treadle.agent_loop.types import AgentTask, Image, Message, StopReason
 from treadle.tracing import Metric
+from treadle.tracing.inert import inert
 
 # The variance of a group needs the square, which must be a float too.
 _MAX_REWARD = 1e100
@@ -48,11 +49,14 @@ class Finding:
     Attributes:
         kind: Findings of one kind are counted together (`drift`, `malformed_call`,
             `unknown_tool`, `stalled`).
-        text: A description for people.
+        text: A description for people; what a model or a tool wrote in it is inert (`inert`).
     """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", inert(self.text))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import inspect
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
@@ -77,7 +77,10 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
     # With the error as a value: a Future takes no StopIteration.
     done: asyncio.Future[tuple[T] | BaseException] = loop.create_future()
 
+    ended: list[bool] = []  # the future is cancelled with its caller
+
     def tell(outcome: tuple[T] | BaseException) -> None:
+        ended.append(True)
         if not done.done():
             done.set_result(outcome)
 
@@ -96,11 +99,16 @@ async def in_thread(what: str, function: Callable[[], T]) -> T:
         try:
             outcome = await done
         except asyncio.CancelledError:
-            _log.warning("%s did not end in time; its thread is left behind", what)
+            loop.call_later(GRACE_S, _warn_unless, ended, what)  # most end at once
             raise
     if isinstance(outcome, BaseException):
         raise outcome
     return outcome[0]
+
+
+def _warn_unless(ended: Sequence[bool], what: str) -> None:
+    if not ended:
+        _log.warning("%s did not end in time; its thread is left behind", what)
 
 
 def _start(run: Callable[[], Callable[[], object]]) -> None:

@@ -127,6 +127,7 @@ async def test_a_thread_serves_one_call_after_another_and_keeps_nothing_of_them(
 async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_back(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(user_calls, "GRACE_S", 0.0)
     gate = threading.Event()
     began = [threading.Event() for _ in range(user_calls._MAX_THREADS)]
 
@@ -140,9 +141,26 @@ async def test_a_thread_that_does_not_end_is_left_behind_and_gives_its_place_bac
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    assert "f did not end in time; its thread is left behind" in caplog.text
     assert await in_thread("g", lambda: 1) == 1
+    assert "f did not end in time; its thread is left behind" in caplog.text
     gate.set()
+
+
+@pytest.mark.asyncio
+async def test_a_thread_that_ends_soon_after_its_caller_was_cancelled_is_no_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(user_calls, "GRACE_S", 0.05)
+    began, gate = threading.Event(), threading.Event()
+    task = asyncio.create_task(in_thread("f", lambda: (began.set(), gate.wait(60))))
+    assert await asyncio.to_thread(began.wait, 60)
+    task.cancel()
+    gate.set()
+    await asyncio.wait([task])
+    looked = asyncio.Event()
+    asyncio.get_running_loop().call_later(0.06, looked.set)
+    await looked.wait()
+    assert not caplog.text
 
 
 @pytest.mark.asyncio

@@ -12,24 +12,35 @@ Shape suffixes: L tokens of one sequence, T loss tokens and S samples of one mic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+from treadle.policy.client.types import StepStats
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import (
         LossAggregation,
+        LossStats,
         NamedTensor,
-        StepStats,
+        OffloadReport,
+        OptimizerStats,
         TensorSpec,
         TrainSequence,
     )
+    from treadle.policy.config.critic import CriticConfig
+
+
+Frame: TypeAlias = bytes | bytearray
+"""A part of a batch, as the driver sends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +91,29 @@ class LossOutput:
     metrics_T: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the ranks meet: at an address, through a shared file, or, if alone, nowhere.
+
+    Attributes:
+        master_port: Rank 0 listens here until all have come. Not used with `shared_file` or by a
+            world of one.
+        listener: The socket of rank 0 that listens there already, and becomes the store's.
+        shared_file: For ranks on one machine: a path that does not exist yet.
+        local_rank: Which GPU of its machine this rank uses.
+        timeout_s: A collective operation that waits longer for another rank fails.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    listener: int | None = None
+    shared_file: Path | None = None
+    local_rank: int = 0
+    timeout_s: float = 600.0
+
+
 class LossFn(Protocol):
     """A per-token loss. `treadle.policy.algorithms.losses` has the implementations."""
 
@@ -96,6 +130,8 @@ class LossFn(Protocol):
 class PolicyBackend(Protocol):
     """The policy on one rank. Every method is collective (see the module docstring).
 
+    A backend derives from this class, which has `train_step`.
+
     A `temperature` divides the logits. Log-probabilities and gradients belong to the distribution
     that was sampled from only if it is the sampling temperature.
     """
@@ -103,6 +139,24 @@ class PolicyBackend(Protocol):
     @property
     def step(self) -> int:
         """Optimizer steps since the beginning of training, over all resumes."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors of `export_weights` are."""
+        ...
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of those that compute the same sequences."""
+        ...
+
+    def share(self, frame: Frame | None) -> Frame:
+        """Returns what the leading rank gives; collective over those with the same sequences.
+
+        Args:
+            frame: The leader's bytes; None on the others.
+        """
         ...
 
     def logprobs(
@@ -135,6 +189,37 @@ class PolicyBackend(Protocol):
         """
         ...
 
+    def forward_backward(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+        keep_tokens: bool = False,
+    ) -> LossStats:
+        """Adds the gradient of the aggregated loss of `sequences` to that of the next step.
+
+        Each call normalises the weights of tokens over its own `sequences`. Calls on the parts of a
+        batch therefore equal one call on the batch with the aggregation `token-sum`, which does not
+        normalise; other weights go into the advantages.
+
+        With `keep_tokens`, the result has what was computed of each loss token.
+
+        Raises:
+            ValueError: No sequence has a loss token, or only some have an optional field.
+        """
+        ...
+
+    def optimizer_step(self) -> OptimizerStats:
+        """Takes a step with the gradient that was added up, clipped; the next begins at 0.
+
+        Raises:
+            RuntimeError: There was no `forward_backward` since the last step.
+        """
+        ...
+
     def train_step(
         self,
         sequences: Sequence[TrainSequence],
@@ -145,11 +230,20 @@ class PolicyBackend(Protocol):
         temperature: float = 1.0,
         keep_tokens: bool = False,
     ) -> StepStats:
-        """Takes one optimizer step on the gradient of the aggregated loss of all `sequences`.
+        """Takes one optimizer step on the aggregated loss of all `sequences`.
 
-        With `keep_tokens`, the result has what was computed of each loss token.
+        See `forward_backward` and `optimizer_step`.
         """
-        ...
+        began = time.perf_counter()
+        computed = self.forward_backward(
+            sequences,
+            loss,
+            aggregation=aggregation,
+            aggregation_length=aggregation_length,
+            temperature=temperature,
+            keep_tokens=keep_tokens,
+        )
+        return step_stats(computed, self.optimizer_step(), time_s=time.perf_counter() - began)
 
     def weights_are_finite(self) -> bool:
         """Returns whether no weight is infinite or NaN; the same on every rank."""
@@ -204,6 +298,85 @@ class PolicyBackend(Protocol):
                 weights are not finite.
         """
         ...
+
+    def make_critic(self, config: CriticConfig) -> CriticBackend:
+        """Loads a critic beside the policy, with its layout; the critic's value head begins at 0.
+
+        Raises:
+            RuntimeError: The backend has no critic (see `Capabilities`).
+        """
+        ...
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        ...
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        ...
+
+    def close(self) -> None:
+        """Leaves the policy's ranks; the object cannot be used afterwards."""
+        ...
+
+
+class CriticBackend(Protocol):
+    """The critic on one rank, beside the policy. Every method is collective."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken, skipped ones included."""
+        ...
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
+        """Returns the value of the state before each loss token, 0.0 elsewhere.
+
+        Returns:
+            One [L] array per sequence, the same on every rank.
+        """
+        ...
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+    ) -> StepStats:
+        """Takes one optimizer step on the value loss of all sequences.
+
+        Raises:
+            ValueError: No sequence has a loss token, or one has no values or no returns.
+        """
+        ...
+
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """See `PolicyBackend.save`."""
+        ...
+
+    def load(self, directory: Path) -> None:
+        """See `PolicyBackend.load`."""
+        ...
+
+    def release_memory(self) -> None:
+        """See `PolicyBackend.release_memory`."""
+        ...
+
+    def take_offload_report(self) -> OffloadReport:
+        """See `PolicyBackend.take_offload_report`."""
+        ...
+
+
+def step_stats(loss: LossStats, optimizer: OptimizerStats, *, time_s: float) -> StepStats:
+    """Returns the statistics of a whole step."""
+    parts: dict[str, Any] = {
+        each.name: getattr(part, each.name) for part in (loss, optimizer) for each in fields(part)
+    }
+    return StepStats(**parts | {"time_s": time_s})
 
 
 class CheckpointError(Exception):

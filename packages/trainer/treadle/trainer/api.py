@@ -83,7 +83,7 @@ def train(
             can be resumed.
         Exception: The run failed; see `run_training`.
     """
-    from treadle.trainer.cli.console import new_run_dir
+    from treadle.trainer.checkpoint.run_directory import new_run_dir
     from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
     from treadle.trainer.model_source import exported_model
     from treadle.trainer.own_code import collect

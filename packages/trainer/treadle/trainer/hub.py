@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from treadle.agent_loop import SetupError
+from treadle.policy.client.hf_files import INDEX, MODEL_FILES
 
 __all__ = [
     "HubError",
@@ -29,8 +30,6 @@ _DATA_URI = re.compile(
 )
 _DATA_FORM = "hf://datasets/ORG/NAME/PATH, or hf://datasets/ORG/NAME@REVISION/PATH"
 _WEIGHTS = ("*.safetensors",)
-# Without weights in other formats, which are as large again.
-_OTHERS = ("*.json", "*.jinja", "*.model", "*.txt", "LICENSE*")
 
 T = TypeVar("T")
 
@@ -63,7 +62,8 @@ def download_model(model_id: str, *, weights: bool = True, setting: str = "model
     from huggingface_hub import snapshot_download
 
     repo, _, revision = model_id.partition("@")
-    patterns = [*_OTHERS, *(_WEIGHTS if weights else ())]
+    # Without weights in other formats, which are as large again.
+    patterns = [*MODEL_FILES, INDEX, *(_WEIGHTS if weights else ())]
     return _have(
         f"{setting}={model_id}",
         f"hf download {repo} --local-dir DIRECTORY",

@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import SetupError
+from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
 from treadle.trainer.model_source import exported_model, resolve_model
 
@@ -34,8 +35,18 @@ def test_a_run_without_a_model_says_how_to_make_one(tmp_path: Path) -> None:
         resolve_model(tmp_path)
     _checkpoint(tmp_path, 7, hf=False)
     assert exported_model(tmp_path) is None
-    with pytest.raises(SetupError, match=r"step 7 in .* `treadle export .* OUT --step 7`"):
-        resolve_model(tmp_path)
+    with pytest.raises(SetupError, match=r"step 7 in .*config.json.* `treadle export .* --step 7`"):
+        resolve_model(tmp_path)  # whose settings are not there
+
+
+def test_a_checkpoint_without_a_model_has_the_files_of_the_one_it_began_with(
+    tmp_path: Path,
+) -> None:
+    checkpoint = _checkpoint(tmp_path, 7, hf=False)
+    config = load_config([DEMO], []).config.model_dump(mode="json")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert resolve_model(tmp_path, weights=False) == resolve_model("demo:calculator")
+    assert [path.name for path in checkpoint.iterdir()] == ["state.json"]
 
 
 def test_what_is_no_model_is_named(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from treadle.policy.config.critic import CriticConfig
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
-from treadle.trainer.loggers.named import ALWAYS
 from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
@@ -175,15 +175,8 @@ class Plan:
 
     def _checkpoints(self) -> str:
         schedule = self.config.schedule
-        if schedule.save_every is None:
-            if not schedule.save_last:
-                return "never: the trained model will be lost"
-            kept = "after the last step only: a run that is interrupted cannot be resumed"
-        else:
-            kept = f"every {schedule.save_every} steps"
-            if schedule.save_last:
-                kept += " and after the last"
-        if schedule.save_hf == "never":
+        kept = schedule.when_saved()
+        if schedule.save_hf == "never" or not schedule.keeps_checkpoints:
             return kept
         return f"{kept}; {schedule.save_hf} as a Hugging Face directory too"
 

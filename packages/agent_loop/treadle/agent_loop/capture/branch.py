@@ -9,9 +9,10 @@ sampled token is trained only in the branch that sampled it.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
-from treadle.agent_loop.capture.history import ReturnedTurn, shared_history
+from treadle.agent_loop.capture.history import ReturnedTurn, shared_history, with_own_ids
+from treadle.agent_loop.capture.template_fit import TemplateFit
 from treadle.agent_loop.errors import RenderError, boundary
 from treadle.agent_loop.tokens.renderer import ChatRenderer, PlacedImage, Rendering
 from treadle.agent_loop.tokens.transcript import Transcript
@@ -73,9 +74,9 @@ class Branch:
         self.finish = FinishReason.STOP
 
     @property
-    def uncut_messages(self) -> tuple[Message, ...]:
-        """The messages as in their ids, with the stop strings that were cut off."""
-        messages = list(self.messages)
+    def written_messages(self) -> tuple[Message, ...]:
+        """The messages as in their ids: with the stop strings that were cut off, and own ids."""
+        messages = list(with_own_ids(self.messages, self.turns))
         for turn in self.turns:
             if turn.uncut is not None:
                 messages[turn.index] = replace(messages[turn.index], content=turn.uncut)
@@ -89,8 +90,10 @@ class Branch:
         returned: Message,
         *,
         uncut: str | None,
+        call_ids: tuple[str, ...],
         request: int,
         trained: bool = True,
+        turns: Sequence[ReturnedTurn] = (),
     ) -> None:
         """Writes a turn: the tokens observed since the last turn, and the completion.
 
@@ -100,9 +103,12 @@ class Branch:
             completion: The turn, as it was sampled.
             returned: The turn, as the agent was answered.
             uncut: Its text with the stop string that was cut off; None: nothing was.
+            call_ids: The ids of its calls as the model wrote them.
             request: Number of the request that it answers.
             trained: Whether its ids are under the loss; else they are observed.
+            turns: The turns before it as the request sent them back; empty for a new branch.
         """
+        self.turns = list(turns) or self.turns
         self.transcript.observe(observed.ids, images=observed.images)
         self.messages.extend(messages)
         start = len(self.transcript)
@@ -112,7 +118,11 @@ class Branch:
             self.transcript.observe(completion.token_ids)
         self.turns.append(
             ReturnedTurn(
-                index=len(self.messages), start=start, stop=len(self.transcript), uncut=uncut
+                index=len(self.messages),
+                start=start,
+                stop=len(self.transcript),
+                uncut=uncut,
+                call_ids=call_ids,
             )
         )
         self.messages.append(returned)
@@ -131,6 +141,8 @@ class Plan:
         messages: The messages of these ids.
         is_answer: Whether the request answers an earlier completion of the session.
         why: For a FORK: why the request does not extend the branch.
+        fitted: Whether the messages are written in another form than the agent's (`template_fit`).
+        turns: The branch's turns as the request sent them back; empty for a new branch.
     """
 
     how: Continuation
@@ -139,6 +151,8 @@ class Plan:
     messages: tuple[Message, ...]
     is_answer: bool
     why: str | None = None
+    fitted: bool = False
+    turns: tuple[ReturnedTurn, ...] = ()
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -228,45 +242,70 @@ class Draft:
             for message in new
         )
 
-    def render(self, renderer: ChatRenderer) -> Plan:
+    def render(self, renderer: ChatRenderer, fit: TemplateFit) -> Plan:
         """Renders the request's new messages.
 
         If the template cannot continue from the shared ids, the whole conversation is rendered
         again, as a FORK.
+
+        Args:
+            renderer: Renders them.
+            fit: Of the renderer's template.
 
         Raises:
             RenderError: The template refuses these messages.
             PromptTooLongError: They are longer than the renderer's bound.
         """
         if self.base is None:
-            anew = self._anew(renderer)
             how = Continuation.ROOT if self.why is None else Continuation.FORK
-            return _fresh(how, anew, is_answer=self.why is not None, why=self.why)
+            return self._anew(renderer, fit, how, is_answer=self.why is not None, why=self.why)
         rest = self.messages[self.base.covered :]
+        turns = tuple(turn.sent_back(self.messages[turn.index]) for turn in self.turns)
+        own = with_own_ids(self.messages, turns)[self.base.covered :]
+        fitted = fit.following(own)
         try:
             new = Rendering(ids=())
             if rest:
-                new = renderer.extend(self.shared, rest, tools=self.tools, history=self.history)
+                history = fit.opening(self.history)
+                new = renderer.extend(self.shared, fitted, tools=self.tools, history=history)
         except RenderError as error:
-            anew = self._anew(renderer)
-            return _fresh(Continuation.FORK, anew, is_answer=bool(rest), why=str(error))
+            how, why = Continuation.FORK, str(error)
+            return self._anew(renderer, fit, how, is_answer=bool(rest), why=why)
         if self.whole:
             rewritten = self.base.num_rewritten
-            how = Continuation.REALIGNED if rewritten else Continuation.EXACT
-            branch = self.base.branch
-            return Plan(how=how, branch=branch, observed=new, messages=rest, is_answer=True)
+            return Plan(
+                how=Continuation.REALIGNED if rewritten else Continuation.EXACT,
+                branch=self.base.branch,
+                observed=new,
+                messages=rest,
+                is_answer=True,
+                fitted=fitted != own,
+                turns=turns,
+            )
         joined = _joined(self.images, len(self.shared), new)
         fork = Branch(
             Rendering(ids=(*self.shared, *new.ids), images=joined),
             (*self.history, *rest),
             self.tools,
-            turns=self.turns,
+            turns=turns,
         )
-        return _fresh(Continuation.FORK, fork, is_answer=bool(rest), why=self.why)
+        plan = _fresh(Continuation.FORK, fork, is_answer=bool(rest), why=self.why)
+        return replace(plan, fitted=fitted != own)
 
-    def _anew(self, renderer: ChatRenderer) -> Branch:
-        rendering = renderer.render(self.messages, tools=self.tools)
-        return Branch(rendering, self.messages, self.tools)
+    def _anew(
+        self,
+        renderer: ChatRenderer,
+        fit: TemplateFit,
+        how: Continuation,
+        *,
+        is_answer: bool,
+        why: str | None,
+    ) -> Plan:
+        fitted = fit.opening(fit.without_preambles(self.messages))
+        rendering = renderer.render(fitted, tools=self.tools)
+        branch = Branch(rendering, self.messages, self.tools)
+        plan = _fresh(how, branch, is_answer=is_answer, why=why)
+        return replace(plan, fitted=fitted != self.messages)
 
 
 def make_draft(
@@ -388,6 +427,11 @@ def _edited_opening(branches: Sequence[Branch], messages: Sequence[Message]) -> 
 
 def _edit(recorded: Sequence[Message], messages: Sequence[Message], place: int) -> str:
     was, now = _brief(recorded[place]), _brief(messages[place])
+    if was == now:
+        names = (field.name for field in fields(Message))
+        values = ((n, getattr(recorded[place], n), getattr(messages[place], n)) for n in names)
+        name, before, after = next(each for each in values if each[1] != each[2])
+        was, now = f"{was} with the {name} {before!r:.160}", f"{after!r:.160}"
     return f"message {place + 1} of {len(recorded)}, {was}, has become {now}"
 
 

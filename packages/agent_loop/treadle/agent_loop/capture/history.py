@@ -8,7 +8,8 @@ Invariant: pure. A returned assistant message is the same turn if it comes back
        matter, because arguments are compared as data);
     2. its text stripped, or its empty text given as null;
     3. its reasoning left out;
-    4. the stop string appended that was cut off its text.
+    4. the stop string appended that was cut off its text;
+    5. other ids of its calls: what is rendered has the ids that the model wrote (`with_own_ids`).
 
 Anything else, and any change of a message that the agent wrote itself, is an edit.
 """
@@ -38,12 +39,21 @@ class ReturnedTurn:
         start: Position of its first id.
         stop: Position after its last id.
         uncut: Its text including the stop string that was cut off; None if it was not cut.
+        call_ids: The ids of its calls as the model wrote them.
+        agent_ids: The ids that the agent has for them, where it sent the turn back.
     """
 
     index: int
     start: int
     stop: int
     uncut: str | None = None
+    call_ids: tuple[str, ...] = ()
+    agent_ids: tuple[str, ...] = ()
+
+    def sent_back(self, message: Message) -> "ReturnedTurn":
+        """Returns the turn with the ids that the agent has for its calls."""
+        ids = tuple(call.id for call in message.tool_calls)
+        return self if ids == self.agent_ids else replace(self, agent_ids=ids)
 
 
 def compare(returned: Message, given: Message, *, uncut: str | None = None) -> Sameness:
@@ -56,7 +66,7 @@ def compare(returned: Message, given: Message, *, uncut: str | None = None) -> S
         given.role == returned.role
         and given.content.strip() in texts
         and (given.reasoning or "").strip() in ("", (returned.reasoning or "").strip())
-        and [call.id for call in given.tool_calls] == [call.id for call in returned.tool_calls]
+        and len({call.id for call in given.tool_calls}) == len(given.tool_calls)
         and _meaning(given.tool_calls) == _meaning(returned.tool_calls)
     )
     return Sameness.REWRITTEN if same else Sameness.EDITED
@@ -98,6 +108,27 @@ def shared_history(
             case Sameness.REWRITTEN:
                 rewritten += 1
     return Shared(num_messages=min(len(recorded), len(given)), num_rewritten=rewritten)
+
+
+def with_own_ids(messages: Sequence[Message], turns: Sequence[ReturnedTurn]) -> tuple[Message, ...]:
+    """Returns messages with the ids that the model wrote, in its calls and in their answers.
+
+    Args:
+        messages: A conversation.
+        turns: The sampled turns among them, those that were sent back with the agent's ids.
+    """
+    calling = {turn.index: turn for turn in turns if turn.call_ids}
+    own: dict[str, str] = {}
+    renamed = list(messages)
+    for index, message in enumerate(messages):
+        if (turn := calling.get(index)) is not None:
+            own.update(zip(turn.agent_ids, turn.call_ids, strict=False))
+            own_ids = zip(message.tool_calls, turn.call_ids, strict=True)
+            calls = tuple(replace(call, id=own_id) for call, own_id in own_ids)
+            renamed[index] = replace(message, tool_calls=calls)
+        elif message.tool_call_id in own:
+            renamed[index] = replace(message, tool_call_id=own[message.tool_call_id])
+    return tuple(renamed)
 
 
 def _with_reasoning_or_none(message: Message) -> Message:

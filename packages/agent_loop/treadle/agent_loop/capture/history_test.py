@@ -11,6 +11,7 @@ from treadle.agent_loop.capture.history import (
     Shared,
     compare,
     shared_history,
+    with_own_ids,
 )
 
 CALL = ToolCall(id="c1", name="add", arguments={"a": 1.0, "b": [2.0, {"c": "x"}]})
@@ -52,7 +53,6 @@ def test_2_harmless_rewrites_are_known(given: Message) -> None:
         replace(RETURNED, content=""),
         replace(RETURNED, reasoning="Ha."),
         replace(RETURNED, tool_calls=()),
-        replace(RETURNED, tool_calls=(replace(CALL, id="c2"),)),
         replace(RETURNED, tool_calls=(replace(CALL, name="sub"),)),
         Message(role="user", content=RETURNED.content),
     ],
@@ -88,3 +88,19 @@ def test_7_a_reasoning_without_words_is_none() -> None:
     empty = replace(RETURNED, reasoning="")
     assert compare(empty, replace(RETURNED, reasoning=None)) is Sameness.EXACT
     assert compare(replace(RETURNED, reasoning=None), empty) is Sameness.EXACT
+
+
+def test_5_other_ids_of_the_calls_are_those_that_the_model_wrote() -> None:
+    """Agents give their own ids: `toolu_01ABC` for `call_0`."""
+    two = replace(RETURNED, tool_calls=(CALL, replace(CALL, id="c2")))
+    given = replace(RETURNED, tool_calls=(replace(CALL, id="toolu_1"), replace(CALL, id="toolu_2")))
+    assert compare(two, given) is Sameness.REWRITTEN
+    same_id = replace(RETURNED, tool_calls=(replace(CALL, id="x"), replace(CALL, id="x")))
+    assert compare(two, same_id) is Sameness.EDITED
+
+    turn = ReturnedTurn(index=1, start=1, stop=2, call_ids=("add:0", "add:1")).sent_back(given)
+    user = Message(role="user", content="u")
+    answers = [Message(role="tool", content=n, tool_call_id=f"toolu_{n}") for n in "21"]
+    own = with_own_ids((user, given, *answers), (turn,))
+    assert [call.id for call in own[1].tool_calls] == ["add:0", "add:1"]
+    assert [message.tool_call_id for message in own[2:]] == ["add:1", "add:0"]

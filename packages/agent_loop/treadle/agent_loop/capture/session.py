@@ -56,6 +56,7 @@ from treadle.agent_loop.capture.branch import (
 from treadle.agent_loop.capture.call_ids import CallIds
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.capture.streamed_text import StreamedText, TurnDelta
+from treadle.agent_loop.capture.template_fit import TemplateFit
 from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutError
 from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
@@ -84,6 +85,7 @@ _LONG = 1 << 16
 _COUNTS = (
     *(how.value for how in Continuation),
     "refused",
+    "fitted",
     "tokens_past_stop",
     "constrained_tokens",
     "all_constrained",
@@ -117,6 +119,7 @@ class CapturedTurn(Turn):
         number: Number of the request in its session, from 0; unique.
         stop_string: The stop string that was cut off its text, if one was.
         constrained: Whether it was sampled under a constraint, and is not trained on.
+        call_ids: The ids of its calls as the model wrote them; those of the message are unique.
     """
 
     completion: Completion
@@ -125,6 +128,7 @@ class CapturedTurn(Turn):
     number: int
     stop_string: str | None = None
     constrained: bool = False
+    call_ids: tuple[str, ...] = ()
 
 
 class CapturedSession:
@@ -143,6 +147,7 @@ class CapturedSession:
         bound = services.limits.max_context_tokens
         if bound is not None and isinstance(self._renderer, BoundedRenderer):
             self._renderer = self._renderer.bounded(bound)
+        self._fit = TemplateFit(services.renderer)
         self._planning = asyncio.Lock()
         self._branches: list[Branch] = []
         self._call_ids = CallIds()
@@ -273,6 +278,19 @@ class CapturedSession:
             on_delta=on_delta,
         )
 
+    async def count_tokens(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec] = ()
+    ) -> int:
+        """Returns the number of tokens of a conversation as it would begin; records nothing.
+
+        Raises:
+            PromptTooLongError: It cannot fit `max_context_tokens`.
+            RenderError: The template refuses these messages.
+        """
+        async with self._planning:
+            plan = await self._rendered(make_draft((), tuple(messages), tuple(tools)))
+        return len(plan.prompt)
+
     async def continue_ids(
         self,
         prompt: Sequence[int],
@@ -307,6 +325,9 @@ class CapturedSession:
         self._check_open()
         if not prompt:
             raise ValueError("the prompt has no ids")
+        # Before the ids are decoded, which holds the event loop.
+        if (limit := self._services.limits.length_stop(prompt=len(prompt), response=0)) is not None:
+            raise self._refusal(limit, f"the prompt of this one has {len(prompt)} tokens")
         async with self._planning:
             plan = plan_ids(self._branches, tuple(prompt), self._services.renderer)
         return await self._answer(
@@ -399,18 +420,22 @@ class CapturedSession:
             how=plan.how,
             number=number,
             constrained=sampling is not None and sampling.constraint is not None,
+            call_ids=tuple(call.id for call in cut.parsed.message.tool_calls),
             stop_string=None if cut.uncut is None else cut.uncut[len(parsed.message.content) :],
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 
     async def _plan(self, draft: Draft) -> Plan:
-        """Renders a draft, beside the event loop if it is long."""
         try:
-            if draft.num_characters < _LONG:
-                return draft.render(self._renderer)
-            return await asyncio.to_thread(draft.render, self._renderer)
+            return await self._rendered(draft)
         except PromptTooLongError as error:
             raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
+
+    async def _rendered(self, draft: Draft) -> Plan:
+        """Renders a draft, beside the event loop if it is long."""
+        if draft.num_characters < _LONG:
+            return draft.render(self._renderer, self._fit)
+        return await asyncio.to_thread(draft.render, self._renderer, self._fit)
 
     @contextmanager
     def _extending(self, plan: Plan, n: int) -> Iterator[None]:
@@ -457,7 +482,11 @@ class CapturedSession:
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
         branches = self._by_age()
         recorded = [
-            RecordedSample(tokens=b.transcript.freeze(), messages=b.uncut_messages, tools=b.tools)
+            RecordedSample(
+                tokens=b.transcript.freeze(),
+                messages=self._fit.opening(b.written_messages),
+                tools=b.tools,
+            )
             for b in branches
             if not b.by_ids
         ]
@@ -535,8 +564,10 @@ class CapturedSession:
             turn.completion,
             turn.parsed.message,
             uncut=uncut,
+            call_ids=turn.call_ids,
             request=turn.number,
             trained=not turn.constrained,
+            turns=plan.turns,
         )
         if is_new:
             self._branches.append(branch)
@@ -544,6 +575,7 @@ class CapturedSession:
         self._user_turns += plan.is_answer
         self._refused = None
         self._counts[plan.how.value] += 1
+        self._counts["fitted"] += plan.fitted
         self._counts["constrained_tokens"] += turn.completion.num_tokens if turn.constrained else 0
         self._counts["parse_errors"] += len(turn.parsed.malformed)
         if plan.why:

@@ -521,3 +521,75 @@ async def test_the_bound_of_the_context_reaches_the_renderer() -> None:
     assert refused.value.stop is StopReason.CONTEXT_LENGTH
     assert not generator.requests
     await session.complete([asked("v" * 5)])
+
+
+class IdWriter(ByteRenderer):
+    """Writes the ids of results, as Kimi's template does, and no second system message."""
+
+    def _write(self, before: Sequence[int], messages: Sequence[Message]) -> Rendering:
+        if any(m.role == "system" for m in messages[1:]):
+            raise RenderError("chat template: TemplateError: System message must be first")
+        written = [
+            replace(m, content=f"{m.tool_call_id}={m.content}") if m.role == "tool" else m
+            for m in messages
+        ]
+        return super()._write(before, written)
+
+
+async def test_results_have_the_ids_that_the_model_wrote_whatever_the_agent_calls_them() -> None:
+    session, _ = make([CALL, CALL, "done"], IdWriter())
+    history = [USER]
+    for number in range(2):
+        turn = await session.complete(history, tools=TOOLS)
+        (call,) = turn.parsed.message.tool_calls
+        assert call.id == f"call_{number}"  # unique for the agent; the model wrote the first twice
+        renamed = replace(turn.parsed.message, tool_calls=(replace(call, id=f"toolu_{number}"),))
+        answer = Message(role="tool", content="3", tool_call_id=f"toolu_{number}")
+        history = [*history, renamed, answer]
+    last = await session.complete(history, tools=TOOLS)
+    assert last.how is Continuation.REALIGNED
+    ((whole, _),) = texts(session)
+    assert whole.count("<tool>call_0=3<end>") == 2
+    assert [m.value for m in session.finish().metrics if m.name == "drift/observed"] == [0]
+
+
+async def test_system_messages_where_the_template_takes_none_are_the_user_s_text() -> None:
+    """Claude Code sends one after the user's first message, and more between turns."""
+    session, _ = make(["one", "two"], IdWriter())
+    late = Message(role="system", content="late")
+    opening = [SYSTEM, Message(role="system", content="t"), USER, late]
+    first = await session.complete(opening)
+    await session.complete([*opening, first.parsed.message, late, asked("v")])
+    ((whole, _),) = texts(session)
+    assert whole == (
+        "<system>s\n\nt<end><user>u<end><user>late<end><assistant>one<end>"
+        "<user>late<end><user>v<end><assistant>two<end>"
+    )
+    trajectory = session.finish()
+    assert trajectory.messages[:4] == tuple(opening)
+    assert (metric(trajectory, "capture/fitted"), metric(trajectory, "drift/observed")) == (2, 0)
+
+
+async def test_a_conversation_that_no_form_helps_is_refused_with_the_template_s_sentence() -> None:
+    class NoSystem(ByteRenderer):
+        def _write(self, before: Sequence[int], messages: Sequence[Message]) -> Rendering:
+            if any(m.role == "tool" for m in messages):
+                raise RenderError("chat template: TemplateError: No results here")
+            return super()._write(before, messages)
+
+    session, _ = make(["one"], NoSystem())
+    answer = Message(role="tool", content="3", tool_call_id="c")
+    with pytest.raises(RenderError, match="TemplateError: No results here"):
+        await session.complete([SYSTEM, SYSTEM, USER, said("x"), answer])
+
+
+async def test_a_finding_names_what_an_edit_changed() -> None:
+    session, _ = make([CALL, "two"])
+    turn = await session.complete([USER], tools=TOOLS)
+    (call,) = turn.parsed.message.tool_calls
+    edited = replace(turn.parsed.message, tool_calls=(replace(call, arguments={"a": 2}),))
+    answer = Message(role="tool", content="3", tool_call_id=call.id)
+    await session.complete([USER, edited, answer], tools=TOOLS)
+    fork = next(f for f in session.finish().findings if f.kind == "fork")
+    assert "assistant '' with 1 calls with the tool_calls (ToolCall(id='call_0'" in fork.text
+    assert "has become (ToolCall(id='call_0', name='add', arguments={'a': 2}),)" in fork.text

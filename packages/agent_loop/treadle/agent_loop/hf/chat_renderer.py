@@ -6,6 +6,9 @@ token, including the newline after the end-of-turn mark (which is missing in ver
 every tokenizer splits, the ids are the same as in context. Sampled ids are never decoded and
 encoded again.
 
+A turn that was cut, or that another id ended, is closed first: `_closing` finds which elements of
+the format are open in it, and writes the template's marks for them and nothing else.
+
 So an extension stays exact if the template rewrites earlier messages, for example drops the
 reasoning of earlier turns: the model continues from the ids that it sampled, not from the rewritten
 ones. `retokenization_drift` reports such places. `extend` refuses where it would have to guess: if
@@ -17,6 +20,8 @@ The constructor checks that the template and the tokenizer allow this, and refus
 
 import copy
 import hashlib
+import re
+from array import array
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,12 +33,12 @@ from treadle.agent_loop.hf.pieces import PieceEncoder
 from treadle.agent_loop.hf.template import PROBE_CALL, PROBE_TOOL, ChatTemplate
 from treadle.agent_loop.parsers import (
     PARSER_NAMES,
-    HermesParser,
     ToolCallParser,
+    UnclosedReasoning,
     parser_for_template,
     parser_named,
 )
-from treadle.agent_loop.parsers.base import FramingParser, StreamingParser
+from treadle.agent_loop.parsers.base import ClosingParser, FramingParser, StreamingParser
 from treadle.agent_loop.parsers.format_parser import FormatParser
 from treadle.agent_loop.tokens.renderer import CallFrame, ParsedCompletion, Rendering
 from treadle.agent_loop.types import Message, ToolSpec
@@ -44,6 +49,9 @@ if TYPE_CHECKING:
 _TEXT_MODEL = "this renderer is of a text model"
 _USUAL_CHARACTERS = 4  # per token; a text with no more is simply encoded
 _PIECE = 1 << 16  # characters
+_ID_BYTES = array("I").itemsize
+_OPENS = re.compile(r"<\|\w+>")
+_CALL_MARK = re.compile(r"<[^<>\s]*tool_?call[^<>\s]*>", re.IGNORECASE)
 _PROMPT_END = 16  # number of ids that show whether the template has opened the reasoning
 
 
@@ -56,6 +64,8 @@ class HfRenderer:
         parser: Parser of tool calls and reasoning, or its name. None means the template's, or
             hermes if the template's is not known.
         template_kwargs: Passed to the template, for example `enable_thinking`.
+        unclosed: What a call is behind reasoning that was never closed; a parser that is no name
+            has its own rule.
         placeholders: Expands the placeholders of images; or a string that says why messages
             cannot have images.
 
@@ -81,6 +91,7 @@ class HfRenderer:
         tokenizer_sha256: bytes | None = None,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
         placeholders: "ImagePlaceholders | str" = _TEXT_MODEL,
     ) -> None:
         self._tokenizer: Any = tokenizer
@@ -91,14 +102,18 @@ class HfRenderer:
         self.eos_token_id: int | None = self._tokenizer.eos_token_id
         self.template = ChatTemplate(self._tokenizer, template_kwargs or {})
         if parser is None:
-            parser = parser_for_template(str(self._tokenizer.chat_template)) or HermesParser()
-        self.parser = parser_named(parser) if isinstance(parser, str) else parser
+            parser = parser_for_template(str(self._tokenizer.chat_template))
+        known = parser is not None
+        parser = parser or "hermes"
+        if isinstance(parser, str):
+            parser = parser_named(parser, unclosed=unclosed)
+        self.parser = parser
         self._reads_prompt_end = _reads_prompt_end(self.parser)
         self._backend = _backend_of(tokenizer)
         self._pieces = None if self._backend is None else PieceEncoder.of(self._backend)
         # The first call settles the tokenizer's own settings; later ones, of any thread, read them.
         self._tokenizer.encode("", add_special_tokens=False)
-        self._unread_call = self._find_unread_call()
+        self._tool_problem = self._find_tool_problem(known=known)
         added = self._tokenizer.added_tokens_decoder
         self._added_ids: dict[str, int] = {token.content: i for i, token in added.items()}
         ids = [self._added_ids[token] for token in self.template.stops]
@@ -107,6 +122,16 @@ class HfRenderer:
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(ids))
         # A server may end a turn with a different id, such as Qwen's <|endoftext|>.
         self._closing_ids = frozenset((*ids, self._tokenizer.pad_token_id))
+        # Each of these ends any turn; Gemma's <|tool_response> opens what follows the turn instead.
+        self._own_ends = frozenset(
+            self._added_ids[token] for token in self.parser.stop_tokens if not _OPENS.match(token)
+        )
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        headers = [array("I", self._encode(header)) for header in self.template.headers]
+        self._headers = tuple(header.tobytes() for header in headers)
+        # Whether what the template writes behind a text is only what closes the elements before it.
+        marks = "".join(self._unclosed(self.template.opened))
+        self._closes_elements = self.template.plain_closing.strip() == marks
 
     @classmethod
     def from_directory(
@@ -115,6 +140,7 @@ class HfRenderer:
         *,
         parser: ToolCallParser | str | None = None,
         template_kwargs: Mapping[str, object] | None = None,
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
     ) -> "HfRenderer":
         """Loads a tokenizer, and an image processor if there is one, without network access.
 
@@ -139,6 +165,7 @@ class HfRenderer:
             tokenizer_sha256=hashlib.sha256(file.read_bytes()).digest(),
             parser=parser,
             template_kwargs=template_kwargs,
+            unclosed=unclosed,
             placeholders=_load_placeholders(folder, tokenizer),
         )
 
@@ -147,8 +174,8 @@ class HfRenderer:
 
         Raises:
             RenderError: The template refuses these messages, or images cannot be rendered.
-            SetupError: There are tools, and the template does not show them, or the parser cannot
-                parse this template's calls.
+            SetupError: There are tools, and the template does not show them or their results, or
+                no parser is known for its calls, or the parser cannot parse them.
         """
         if tools and not self.template.shows_tools:
             raise SetupError(
@@ -157,8 +184,8 @@ class HfRenderer:
                 "such a template into its directory as chat_template.jinja, or use a loop "
                 "without tools"
             )
-        if tools and self._unread_call is not None:
-            raise SetupError(self._unread_call)
+        if tools and self._tool_problem is not None:
+            raise SetupError(self._tool_problem)
         text = self.template.text(messages, tools, open_turn=True)
         return self._placed(self._encode_chat(text, keep=True), messages)
 
@@ -194,11 +221,46 @@ class HfRenderer:
                 them differently than it ends other turns.
         """
         after = self.template.after_turn(messages, tools, history=history)
-        if any(ids[-1] == self._added_ids[end] for end in after.ends):
+        ended = any(ids[-1] == self._added_ids[end] for end in after.ends)
+        if ended or ids[-1] in self._own_ends:
             # Tokenise with the end-of-turn token in front: some tokenizers treat the start of a
             # text differently, and some added tokens swallow the space after them.
             return self._placed(self._encode_chat(after.text)[1:], messages)
-        return self._placed(self._encode_chat(after.closing + after.text), messages)
+        text = self._closing(ids, after.closing) + after.text
+        return self._placed(self._encode_chat(text), messages)
+
+    def _closing(self, ids: Sequence[int], closing: str) -> str:
+        """Returns what closes a turn that does not end with the template's own end.
+
+        That is what closes each open element, as the template writes it, without what the model
+        wrote of it. Nothing of the turn that the template was rendered with is in it.
+
+        Args:
+            ids: As in `extend`.
+            closing: What the template writes between a turn's text and its end.
+        """
+        text = self.decode(self._turn(ids))
+        if marks := self._unclosed(text):
+            closing = "".join(map(self.template.as_closed, marks))
+        elif self._closes_elements:
+            # No element is open. White space is what may be left; behind an id that ended the turn
+            # it is of no use.
+            closing = "" if ids[-1] in self._special_ids else closing[len(closing.rstrip()) :]
+        written = next(n for n in range(len(closing), -1, -1) if text.endswith(closing[:n]))
+        return closing[written:]
+
+    def _unclosed(self, text: str) -> tuple[str, ...]:
+        return self.parser.unclosed(text) if isinstance(self.parser, ClosingParser) else ()
+
+    def _turn(self, ids: Sequence[int]) -> Sequence[int]:
+        """Returns the ids from the header of the last turn on; all of them if there is none."""
+        data, start = array("I", ids).tobytes(), -1
+        for header in self._headers:
+            found = data.rfind(header)
+            while found > 0 and found % _ID_BYTES:  # between two ids
+                found = data.rfind(header, 0, found + len(header) - 1)
+            start = max(start, found)
+        return ids[max(start, 0) // _ID_BYTES :]
 
     def parse(
         self,
@@ -319,9 +381,27 @@ class HfRenderer:
             )
         return self._added_ids[token]
 
-    def _find_unread_call(self) -> str | None:
-        """Returns why the parser cannot parse a call of this template; None if it can."""
-        written = self.template.probe_call
+    def _find_tool_problem(self, *, known: bool) -> str | None:
+        """Returns why a conversation with tools would fail; None if it would not.
+
+        Args:
+            known: Whether the parser was given, or is the one of the template's family.
+        """
+        template, written = self.template, self.template.probe_call
+        if template.tool_problem is not None:
+            return (
+                f"the chat template cannot show what tools return ({template.tool_problem}): every "
+                "conversation would fail at its first call. Put a template that can into the "
+                "model's directory as chat_template.jinja, or use a loop without tools"
+            )
+        if written is None and not known:
+            mark = _CALL_MARK.search(str(self._tokenizer.chat_template))
+            return (
+                "no parser is known for the calls that the chat template asks the model for"
+                f"{f' (it speaks of {mark[0]})' if mark else ''}: name the one that reads them, "
+                f"if it is one of {', '.join(PARSER_NAMES)}; else pass your own, or use a loop "
+                "without tools"
+            )
         if written is None or _reads(self.parser, written):
             return None
         return (

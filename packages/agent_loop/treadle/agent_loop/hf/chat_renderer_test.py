@@ -184,6 +184,49 @@ def test_a_turn_that_was_cut_is_closed_by_the_template(renderer: HfRenderer) -> 
     assert (*prompt, *cut, *extension) == renderer.render(whole, tools=()).ids
 
 
+@pytest.mark.parametrize("end", ["", "<|endoftext|>"])
+def test_nothing_of_the_synthetic_call_follows_a_call_that_another_id_ended(
+    renderer: HfRenderer, end: str
+) -> None:
+    answer = [Message(role="tool", content="6")]
+    whole = renderer.extend(sampled(renderer, TURN_TEXT), answer, tools=[CALCULATOR]).ids
+    ids = renderer.encode(TURN_TEXT + end)
+    extension = renderer.extend(ids, answer, tools=[CALCULATOR]).ids
+    assert extension == (*renderer.encode("<|im_end|>"), *whole)
+
+
+@pytest.mark.parametrize(
+    ("said", "closing"),
+    [
+        ("<think>\nFirst", "\n</think>\n\n"),
+        ("<think>\nFirst\n", "</think>\n\n"),
+        ("<think>\nFirst\n</th", "ink>\n\n"),
+        ("<think>\nFirst <tool_call>", "\n</think>\n\n"),
+        ("<think>\nFirst<|endoftext|>", "\n</think>\n\n"),
+        ("<think>\nFirst\n</think>\n\nSix", ""),
+        ("<think>\nFirst\n</think>\n\n<tool_call>\n{", "\n</tool_call>"),
+        ("<think>\nFirst\n</think>\n\n" + TURN_TEXT, ""),
+        ("Six", ""),
+    ],
+)
+def test_what_a_turn_left_open_is_closed_as_the_template_closes_it(said: str, closing: str) -> None:
+    content = "{%- if message.content %}"
+    thought = (
+        "{%- if message.reasoning_content %}{{- '\n<think>\n' + message.reasoning_content }}"
+        "{{- '\n</think>\n' }}{%- endif %}{{- '\n' + message.content }}{%- if false %}"
+    )
+    place = TEMPLATE.index(content)
+    template = TEMPLATE[:place] + thought + TEMPLATE[place + len(content) :]
+    renderer = HfRenderer(make_tokenizer(template), parser="qwen3")
+    asked = Message(role="user", content="What does <think> mean, and <tool_call>?")
+    prompt = renderer.render([asked], tools=()).ids
+    more = [Message(role="user", content="Go on")]
+    ids = (*prompt, *renderer.encode(said))
+    extension = renderer.decode(renderer.extend(ids, more, tools=()).ids)
+    after = renderer.template.after_turn(more, ()).text
+    assert extension == closing + after
+
+
 def test_odd_sampled_ids_are_kept(renderer: HfRenderer) -> None:
     """Ids that no tokenizer would write (here byte by byte) survive; only the boundary is added."""
     turn = tuple(i for c in "assistant" for i in renderer.encode(c))
@@ -390,3 +433,27 @@ def test_a_prompt_that_opens_the_reasoning_hides_no_part_of_the_call() -> None:
     assert (renderer.template.probe_call or "").lstrip().startswith("<tool_call>")
     text = renderer.decode(renderer.render(TASK, tools=(CALCULATOR,)).ids)
     assert text.endswith(f"{header}<think>\n")
+
+
+def test_a_template_whose_calls_no_parser_is_known_for_ends_the_start() -> None:
+    """Granite 3.3: the system prompt asks for calls that the template itself never writes."""
+    granite = (
+        "{% for message in messages %}<|im_start|>{{ message.role + '\\n' + message.content }}"
+        "{% if tools and loop.first %}Call with <|tool_call|>[{{ tools | tojson }}]{% endif %}"
+        "<|im_end|>{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+    )
+    renderer = HfRenderer(make_tokenizer(granite))
+    renderer.render(TASK, tools=())
+    with pytest.raises(SetupError, match=r"no parser is known .* speaks of <\|tool_call\|>"):
+        renderer.render(TASK, tools=[CALCULATOR])
+    HfRenderer(make_tokenizer(granite), parser="hermes").render(TASK, tools=[CALCULATOR])
+
+
+def test_a_template_that_cannot_show_results_ends_the_start() -> None:
+    """Kimi K2: its first template appends to a list, which the sandbox forbids."""
+    kimi = TEMPLATE.replace("{%- elif message.role == 'tool' %}", "{%- elif false %}")
+    renderer = HfRenderer(make_tokenizer(kimi))
+    renderer.render(TASK, tools=())
+    with pytest.raises(SetupError, match="cannot show what tools return"):
+        renderer.render(TASK, tools=[CALCULATOR])

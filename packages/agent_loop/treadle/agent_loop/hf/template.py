@@ -136,6 +136,11 @@ class AddedTokens:
         """Returns whether the text contains an added token."""
         return self._pattern.search(text) is not None
 
+    def from_first(self, text: str) -> str:
+        """Returns a text from its first added token on; "" if it has none."""
+        found = self._pattern.search(text)
+        return "" if found is None else text[found.start() :]
+
     def cut(self, text: str, end: TurnEnd) -> tuple[str, str] | None:
         """Splits the text after a turn at the turn's end; returns None if there is no end."""
         match = next(itertools.islice(self._pattern.finditer(text), end.skipped, None), None)
@@ -196,7 +201,8 @@ class AfterTurn:
     """The text that follows a turn.
 
     Attributes:
-        closing: What the template writes between the turn's text and its end.
+        closing: What the template writes between the turn's text and its end; of a turn with
+            calls only the white space, because what is before belongs to the synthetic call.
         text: The end of the turn, the messages, and the next header.
         ends: If the model sampled one of these tokens, it replaces the end at the start of `text`.
     """
@@ -220,6 +226,11 @@ class ChatTemplate:
             because it expects them in the content or has no tools.
         tool_problem: Why tool results cannot be shown to the model; None if they can.
         shows_tools: Whether a prompt with tools differs from one without.
+        plain_closing: What the template writes between the text of a turn without calls and its
+            end.
+        headers: What the template writes between a message and the assistant's turn, from the
+            first added token on.
+        opened: How the template begins a turn without calls, from the header on.
 
     Raises:
         SetupError: There is no template, it does not use one of `kwargs`, it cannot render a
@@ -243,9 +254,12 @@ class ChatTemplate:
         self.tool_problem: str | None = None
         self._calls_are_written = True
         self._parallel = self._counts_results = False
+        self.headers: tuple[str, ...] = ()
+        self.opened = self.plain_closing = ""
         self._plain_end, implied = self._probe_plain()
         self._tool_end = self._probe_tools(implied=implied)
         self.shows_tools = self._shows_tools()
+        self._reasoned = self._end_of_reasoning()
         ends = (self._plain_end, self._tool_end)
         self.stops = tuple(dict.fromkeys(end.stop for end in ends if end is not None))
 
@@ -305,7 +319,18 @@ class ChatTemplate:
                 f"the template ends a turn with {end.token!r}, but writes {after[:80]!r} if "
                 f"{[m.role for m in messages]} follow: the conversation cannot be extended exactly"
             )
-        return AfterTurn(closing=cut[0], text=cut[1], ends=frozenset((end.token, end.stop)))
+        closing, text = cut
+        if end is self._tool_end:
+            closing = closing[len(closing.rstrip()) :]
+        return AfterTurn(closing=closing, text=text, ends=frozenset((end.token, end.stop)))
+
+    def as_closed(self, mark: str) -> str:
+        """Returns a mark that closes an element as the template writes it: with its white space."""
+        for text in (self._reasoned, self.probe_call or ""):
+            after = r"\s*" if text is self._reasoned else ""
+            if found := re.search(rf"\s*{re.escape(mark)}{after}", text):
+                return found[0]
+        return mark
 
     def _shown_tools(self, tools: Sequence[ToolSpec]) -> "_ShownTools":
         """Returns what depends on the tools only; of the latest short sets it is kept."""
@@ -362,6 +387,10 @@ class ChatTemplate:
                     f"the chat template ends an assistant's turn with {followed[:40]!r}, which has "
                     "no special token before the next message: turns cannot be extended exactly"
                 )
+            written = self.text((_QUESTION, _TURN), tools, open_turn=False)
+            self.opened = written.partition(_MARKER)[0].rpartition(_QUESTION.content)[2]
+            cut = self._added.cut(followed, end)
+            self.plain_closing = "" if cut is None else cut[0]
             return end, not self._added.any_in(closed)
         raise SetupError(f"the chat template cannot render a plain chat: {problem}") from problem
 
@@ -409,10 +438,21 @@ class ChatTemplate:
         chat = (_QUESTION, turn)
         closed = _after_marker(self.text(chat, tools, open_turn=False), turn)
         whole = self.text((*chat, *answers), tools, open_turn=True)
-        followed, answer, _ = _after_marker(whole, turn).partition(_ANSWER)
+        followed, answer, header = _after_marker(whole, turn).partition(_ANSWER)
         if not answer:
             raise RenderError(f"it leaves out a message of role {answers[0].role!r}")
+        header = self._added.from_first(header.rpartition(_ANSWER)[2])
+        if header and header not in self.headers:
+            self.headers = (*self.headers, header)
         return closed, followed
+
+    def _end_of_reasoning(self) -> str:
+        """Returns what the template writes after reasoning; "" if it leaves reasoning out."""
+        turn = Message(role="assistant", content="", reasoning=_MARKER)
+        try:
+            return _after_marker(self.text((_QUESTION, turn), (), open_turn=False), turn)
+        except RenderError:
+            return ""
 
     def _writes_several(self) -> bool:
         """Returns whether the template writes several calls of one turn, each with its result."""

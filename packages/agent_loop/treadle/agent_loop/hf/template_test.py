@@ -54,7 +54,7 @@ def make_tokenizer(template: str, *, eos: str = "<eos>") -> PreTrainedTokenizerF
 def renderer_of(template: str, *, eos: str = "<eos>") -> HfRenderer:
     renderer = HfRenderer(make_tokenizer(template, eos=eos))
     # These templates show no tools, and write calls that no parser reads.
-    renderer.template.shows_tools, renderer._unread_call = True, None
+    renderer.template.shows_tools, renderer._tool_problem = True, None
     return renderer
 
 

@@ -431,10 +431,10 @@ async def test_30_marks_without_images_are_plain_text_and_a_wrong_number_is_refu
 
 @pytest.mark.asyncio
 async def test_31_the_first_malformed_calls_are_kept_as_examples() -> None:
-    kit, _ = services(["<tool_call>{oops}</tool_call>", "sorry"], ScriptedTool())
+    kit, _ = services(["<tool_call>{oops\x1b[2J}</tool_call>", "sorry"], ScriptedTool())
     trajectory = await ToolAgentLoop().run(TASK, kit)
     (found,) = [f for f in trajectory.findings if f.kind == "malformed_call"]
-    assert found.text.endswith("<tool_call>{oops}</tool_call>")
+    assert found.text.endswith(r"<tool_call>{oops\x1b[2J}</tool_call>")
 
 
 pieces = st.sampled_from(

@@ -11,6 +11,7 @@ from treadle.agent_loop.parsers.names import (
     parser_for_template,
     parser_named,
 )
+from treadle.agent_loop.parsers.thinking import UnclosedReasoning
 
 __all__ = [
     "PARSER_ALIASES",
@@ -18,6 +19,7 @@ __all__ = [
     "HermesParser",
     "ParsedText",
     "ToolCallParser",
+    "UnclosedReasoning",
     "parser_for_template",
     "parser_named",
 ]

@@ -105,6 +105,19 @@ class StreamingParser(ToolCallParser, Protocol):
 
 
 @runtime_checkable
+class ClosingParser(ToolCallParser, Protocol):
+    """A parser that says what a turn has left open, so that it can be closed."""
+
+    def unclosed(self, text: str) -> tuple[str, ...]:
+        """Returns the marks that close what is open at the end of a text, innermost first.
+
+        Args:
+            text: The header of a turn, as far as it is known, and what was sampled of the turn.
+        """
+        ...
+
+
+@runtime_checkable
 class FramingParser(ToolCallParser, Protocol):
     """A parser that may know the frame of a call, so that servers can enforce its arguments."""
 

@@ -28,6 +28,7 @@ class CohereFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN, *RESPONSE, *TEXT, _CLOSE)
+    element: tuple[str, str] | None = (r"<\|START_(ACTION|RESPONSE|TEXT)\|>", r"<|END_\1|>")
     leads: tuple[str, ...] = ()
     gap = ""
 

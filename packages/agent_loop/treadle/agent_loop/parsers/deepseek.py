@@ -36,6 +36,7 @@ class DeepSeekFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_CALL, _SECTION, _SECTION_END)
+    element: tuple[str, str] | None = ("<｜tool▁(calls?)▁begin｜>", r"<｜tool▁\1▁end｜>")
     leads: tuple[str, ...] = ()
     gap = ""
 

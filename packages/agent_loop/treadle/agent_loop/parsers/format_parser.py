@@ -4,13 +4,14 @@ Invariant: a format only looks for calls. Reasoning, content, ids and order are 
 same way for all formats.
 """
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
-from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.scan import Block, Scan, Thoughts
 from treadle.agent_loop.parsers.schema_values import Schemas
-from treadle.agent_loop.parsers.thinking import Thinking
+from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 from treadle.agent_loop.tokens.renderer import CallFrame
 from treadle.agent_loop.types import ToolCall, ToolSpec
 
@@ -22,6 +23,9 @@ class CallFormat(Protocol):
     """As `ToolCallParser.stop_tokens`."""
     gap: str
     """The text between the content and the first call."""
+    element: tuple[str, str] | None
+    """A pattern of the marks that open an element, and the template of the mark that closes what
+    such a match opens (as in `re.Match.expand`). None if nothing is closed."""
 
     def new_id(self, number: int, name: str) -> str:
         """Returns the id of a call without one."""
@@ -64,8 +68,13 @@ class FormatParser:
 
     Args:
         calls: The format of calls.
-        thinking: The marks of reasoning. None means that reasoning is content.
+        thinking: The marks of reasoning. None means that there is no reasoning.
+        separates: Whether reasoning is set apart; else it stays in the content.
         frame: What is written before and after the content. The format of calls reports it.
+        unclosed: What a call is behind reasoning that was never closed.
+
+    Attributes:
+        thinking: The marks of reasoning, None if there is none.
     """
 
     def __init__(
@@ -73,11 +82,16 @@ class FormatParser:
         calls: CallFormat,
         *,
         thinking: Thinking | None = None,
+        separates: bool = True,
         frame: tuple[str, str] = ("", ""),
+        unclosed: UnclosedReasoning = UnclosedReasoning.CALL,
     ) -> None:
         self._format = calls
-        self._thinking = thinking
+        self.thinking = thinking
+        self._separates = separates and thinking is not None
         self._frame = frame
+        self._unclosed = UnclosedReasoning(unclosed)
+        self._marks = calls.marks if isinstance(calls, MarkedFormat) else ()
 
     @property
     def stop_tokens(self) -> tuple[str, ...]:
@@ -87,18 +101,38 @@ class FormatParser:
     @property
     def reads_prompt_end(self) -> bool:
         """Whether `parse` looks at the end of the prompt, where reasoning may be opened."""
-        return self._thinking is not None
+        return self.thinking is not None
 
     def parse(
         self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
     ) -> ParsedText:
         """As in `ToolCallParser`."""
-        reasoning, start = None, 0
-        if self._thinking is not None:
-            reasoning, start = self._thinking.split(text, prompt_end=prompt_end)
-        scan = Scan(text, start=start, new_id=self._format.new_id)
-        self._format.read(scan, Schemas(tools))
-        return scan.parsed(reasoning=reasoning)
+        read, new_id, schemas = self._format.read, self._format.new_id, Schemas(tools)
+        if self.thinking is None:
+            scan = Scan(text, start=0, new_id=new_id)
+            read(scan, schemas)
+            return scan.parsed(reasoning=None)
+
+        def unclosed(begin: int) -> int:
+            ahead = Scan(text, start=begin, new_id=new_id)
+            read(ahead, schemas)
+            return ahead.last_calls()
+
+        reasoning, start, closed = self.thinking.split(
+            text, prompt_end=prompt_end, unclosed=unclosed
+        )
+        thoughts = Thoughts(
+            thinking=self.thinking,
+            marks=self._marks,
+            unclosed=unclosed,
+            rule=self._unclosed,
+            first=Block(start=0, stop=start, closed=closed),
+        )
+        scan = Scan(text, start=start, new_id=new_id, thoughts=thoughts)
+        read(scan, schemas)
+        if self._separates:
+            return scan.parsed(reasoning=reasoning)
+        return scan.parsed(reasoning=None, content_start=0)
 
     def settled(self, text: str, *, prompt_end: str) -> Settled:
         """As in `StreamingParser`: the content up to the first mark, without white space after it.
@@ -107,19 +141,31 @@ class FormatParser:
         content, depends on all of it.
         """
         reasoning, start = "", 0
-        if self._thinking is not None:
-            reasoning, stop = self._thinking.settled(text, prompt_end=prompt_end)
-            if stop is None:
+        if self.thinking is not None:
+            reasoning, stop = self.thinking.settled(text, prompt_end=prompt_end, marks=self._marks)
+            if stop is None and self._separates:
                 return Settled(reasoning)
-            start = stop
+            start = stop or 0
         if not isinstance(self._format, MarkedFormat):
             return Settled(reasoning)
-        marks = self._format.marks
         if text[start:].lstrip().startswith(self._format.leads):
             return Settled(reasoning)
+        if not self._separates:
+            reasoning, start = "", 0
+        marks = self._format.marks
         found = [at for mark in marks if (at := text.find(mark, start)) >= 0]
         before = text[start : min(found)] if found else without_partial(text[start:], *marks)
         return Settled(reasoning, before.rstrip())
+
+    def unclosed(self, text: str) -> tuple[str, ...]:
+        """As in `ClosingParser`; within reasoning nothing else is an element."""
+        thinking = self.thinking
+        elements = [] if self._format.element is None else [self._format.element]
+        if thinking is None:
+            return open_elements(text, elements)
+        elements.append((re.escape(thinking.open), thinking.close))
+        marks = open_elements(text, elements)
+        return marks[marks.index(thinking.close) :] if thinking.close in marks else marks
 
     def call_frame(self, name: str) -> CallFrame | None:
         """As in `FramingParser`."""
@@ -129,9 +175,9 @@ class FormatParser:
         """As in `ToolCallParser`."""
         thought = ""
         if reasoning:
-            if self._thinking is None:
+            if self.thinking is None or not self._separates:
                 raise ValueError("this parser does not separate reasoning: put it in the content")
-            thought = self._thinking.write(reasoning)
+            thought = self.thinking.write(reasoning)
         if content:
             content = (
                 self._frame[0] + writable(content, *filter(None, self._frame)) + self._frame[1]
@@ -139,6 +185,31 @@ class FormatParser:
         if not calls:
             return thought + content
         return thought + content + (self._format.gap if content else "") + self._format.write(calls)
+
+
+def open_elements(text: str, elements: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Returns the marks that close the elements open at the end of a text, innermost first.
+
+    Args:
+        text: Any text.
+        elements: As `CallFormat.element`.
+    """
+    opened = {
+        found.start(): found.expand(close)
+        for pattern, close in elements
+        for found in re.finditer(pattern, text)
+    }
+    marks = "|".join(map(re.escape, set(opened.values()))) or r"(?!)"
+    closed = {found.start(): found[0] for found in re.finditer(marks, text)}
+    stack: list[str] = []
+    for place in sorted({*opened, *closed}):
+        mark = opened.get(place) or closed[place]
+        # What is inside ends with it; what is opened again was a mention.
+        if mark in stack:
+            del stack[stack.index(mark) :]
+        if place in opened:
+            stack.append(mark)
+    return tuple(reversed(stack))
 
 
 def counted_id(number: int, name: str) -> str:

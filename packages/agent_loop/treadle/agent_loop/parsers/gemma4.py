@@ -30,6 +30,7 @@ class Gemma4Format:
 
     stop_tokens: tuple[str, ...] = ("<|tool_response>",)
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = (re.escape(_OPEN), _CLOSE)
     leads: tuple[str, ...] = ()
     gap = ""
 

@@ -31,6 +31,7 @@ class GlmFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = ("<(tool_call|arg_key|arg_value)>", r"</\1>")
     leads: tuple[str, ...] = ()
     gap = "\n"
 

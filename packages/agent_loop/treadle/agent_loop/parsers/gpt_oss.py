@@ -5,8 +5,9 @@
 
 (in one line). A message to a recipient is a call, on any channel, unless it goes to the assistant,
 as a tool's answer does that the model makes up; the others are reasoning (analysis) or content
-(final, commentary). Several messages on one channel are joined by line feeds. A turn ends with
-<|call|> or <|return|>, which are stop tokens; the prompt ends with <|start|>assistant.
+(final, commentary). A call may also end an analysis that was never closed. Several messages on one
+channel are joined by line feeds. A turn ends with <|call|> or <|return|>, which are stop tokens;
+the prompt ends with <|start|>assistant.
 
 Invariant: damaged headers, which the models sometimes write, lose no text: a message without
 recipient that is not analysis is content.
@@ -20,6 +21,7 @@ from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
 from treadle.agent_loop.parsers.format_parser import counted_id, writable
 from treadle.agent_loop.parsers.json_text import CallError, decode_json, json_type, write_json
 from treadle.agent_loop.parsers.scan import Scan
+from treadle.agent_loop.parsers.thinking import UnclosedReasoning
 from treadle.agent_loop.types import ToolCall, ToolSpec
 
 _START, _CHANNEL, _MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -51,9 +53,16 @@ class _Message:
 
 
 class GptOssParser:
-    """A `ToolCallParser` for harmony turns."""
+    """A `ToolCallParser` for harmony turns.
+
+    Args:
+        unclosed: What a call is with which an analysis message ends that was never closed.
+    """
 
     stop_tokens: tuple[str, ...] = (_CALL, _RETURN)
+
+    def __init__(self, *, unclosed: UnclosedReasoning = UnclosedReasoning.CALL) -> None:
+        self._unclosed = UnclosedReasoning(unclosed)
 
     def parse(
         self, text: str, *, tools: Sequence[ToolSpec] = (), prompt_end: str = ""
@@ -67,12 +76,15 @@ class GptOssParser:
             message = _next_message(scan, start)
             header, body = text[start : message.body], text[message.body : message.stop]
             recipient, channel = _RECIPIENT.search(header), _ON_CHANNEL.search(header)
+            inner = _call_behind(scan, message)
             if recipient is not None and recipient[1] != _OURSELVES and _CHANNEL in header:
                 name = recipient[1].removeprefix("functions.")
                 if not _read_call(scan, message, name):
                     answers.append(text[start : message.after])
             elif channel is not None and channel[1] == "analysis":
-                thoughts.append(body)
+                thoughts.append(body if inner is None else text[message.body : inner.start])
+                if inner is not None and not self._read_unclosed(scan, inner):
+                    answers.append(text[inner.start : inner.after])
             elif body or header.endswith(_MESSAGE):
                 answers.append(body)
             elif not _HEADER_ALONE.fullmatch(header):
@@ -96,10 +108,20 @@ class GptOssParser:
             channel = _ON_CHANNEL.search(header)
             thought = channel is not None and channel[1] == "analysis"
             if message.after == len(text):
-                body = without_partial(body, _START, *_ENDS)
+                body = without_partial(body.partition(_CHANNEL)[0], _START, _CHANNEL, *_ENDS)
             (thoughts if thought else answers).append(body)
             start = message.after
         return Settled("\n".join(thoughts), "\n".join(answers).rstrip())
+
+    def _read_unclosed(self, scan: Scan, message: _Message) -> bool:
+        recipient = _RECIPIENT.search(scan.text, message.start, message.body)
+        assert recipient is not None, "`_call_behind` looked for it"
+        name = recipient[1].removeprefix("functions.")
+        if self._unclosed is UnclosedReasoning.CALL:
+            return _read_call(scan, message, name)
+        reason = f"the analysis before it is not closed: write {_END} before the call"
+        scan.malformed(message.start, message.after, reason=reason, name=name)
+        return False
 
     def render(self, content: str, calls: Sequence[ToolCall], *, reasoning: str = "") -> str:
         """As in `ToolCallParser`; without the token that ends the turn."""
@@ -117,6 +139,18 @@ class GptOssParser:
         if not calls:
             messages.append(f"{_CHANNEL}final{_MESSAGE}{_plain(content)}")
         return f"{_START}assistant".join(messages)
+
+
+def _call_behind(scan: Scan, message: _Message) -> _Message | None:
+    """Returns the call with which a message ends that is not closed before it; None if none."""
+    text = scan.text
+    if message.after < len(text) or text.startswith(_END, message.stop):
+        return None
+    start = text.rfind(_CHANNEL, message.body, message.stop)
+    body = text.find(_MESSAGE, start, message.stop) + len(_MESSAGE) if start >= 0 else -1
+    if body < len(_MESSAGE) or not _RECIPIENT.search(text, start, body):
+        return None
+    return replace(message, start=start, body=body)
 
 
 def _next_message(scan: Scan, start: int) -> _Message:

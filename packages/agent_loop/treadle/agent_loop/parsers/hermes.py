@@ -16,6 +16,7 @@ from treadle.agent_loop.parsers.format_parser import FormatParser, counted_id
 from treadle.agent_loop.parsers.json_text import CallError, read_call, read_json, write_json
 from treadle.agent_loop.parsers.scan import Scan
 from treadle.agent_loop.parsers.schema_values import Schemas
+from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 from treadle.agent_loop.tokens.renderer import CallFrame
 from treadle.agent_loop.types import ToolCall
 
@@ -29,6 +30,7 @@ class HermesFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = (_OPEN, _CLOSE)
     leads: tuple[str, ...] = ()
     gap = "\n"
 
@@ -69,10 +71,14 @@ class HermesFormat:
 
 
 class HermesParser(FormatParser):
-    """The parser "hermes": hermes tool calls, no reasoning."""
+    """The parser "hermes": hermes tool calls; reasoning stays in the content.
 
-    def __init__(self) -> None:
-        super().__init__(HermesFormat())
+    Args:
+        unclosed: As of `FormatParser`.
+    """
+
+    def __init__(self, *, unclosed: UnclosedReasoning = UnclosedReasoning.CALL) -> None:
+        super().__init__(HermesFormat(), thinking=Thinking(), separates=False, unclosed=unclosed)
 
 
 def named_in(span: str) -> str | None:

@@ -52,6 +52,11 @@ class InvokeFormat:
         self._typed = marks.typed
         self._opens = tuple(f"{lead}<{name}>" for name in marks.block)
         self.marks = self._opens
+        names = "|".join((*marks.block, *(f"{prefix}{name}" for name in ("invoke", "parameter"))))
+        self.element: tuple[str, str] | None = (
+            rf"{re.escape(lead)}<({names})[ >]",
+            rf"{lead}</\1>",
+        )
         self._closes = tuple(f"{lead}</{name}>" for name in marks.block)
         self._call = f"{lead}<{prefix}invoke"
         self._call_end = f"{lead}</{prefix}invoke>"

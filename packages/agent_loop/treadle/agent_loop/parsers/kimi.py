@@ -39,6 +39,10 @@ class KimiFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_CALL, *_SECTIONS)
+    element: tuple[str, str] | None = (
+        r"<\|(tool_call|tool_calls?_section)_begin\|>",
+        r"<|\1_end|>",
+    )
     leads: tuple[str, ...] = ()
     gap = ""
 

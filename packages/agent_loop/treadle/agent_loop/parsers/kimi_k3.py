@@ -35,6 +35,7 @@ class KimiK3Format:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_CALL, *_FRAMES)
+    element: tuple[str, str] | None = (r"<\|open\|>(\w+)[^<]*<\|sep\|>", r"<|close|>\1<|sep|>")
     leads: tuple[str, ...] = ()
     gap = _FRAMES[1]
 

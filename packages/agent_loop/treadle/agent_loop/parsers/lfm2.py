@@ -39,6 +39,7 @@ class Lfm2Format:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = (re.escape(_OPEN), _CLOSE)
     leads: tuple[str, ...] = ()
     gap = ""
 

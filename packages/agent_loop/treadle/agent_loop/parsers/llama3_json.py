@@ -28,6 +28,7 @@ class Llama3JsonFormat:
 
     stop_tokens: tuple[str, ...] = ("<|eom_id|>",)
     marks: tuple[str, ...] = (_TAG,)
+    element: tuple[str, str] | None = None
     leads: tuple[str, ...] = ("{",)
     gap = _TAG
 

@@ -26,6 +26,7 @@ class MinimaxM1Format:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN,)
+    element: tuple[str, str] | None = (_OPEN, _CLOSE)
     leads: tuple[str, ...] = ()
     gap = "\n"
 

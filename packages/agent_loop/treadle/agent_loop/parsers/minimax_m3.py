@@ -37,6 +37,7 @@ class MinimaxM3Format(InvokeFormat):
 
     def __init__(self) -> None:
         super().__init__(InvokeMarks(block=(_BLOCK,), lead=_LEAD), gap="")
+        self.element = (rf"{re.escape(_LEAD)}<({_NAME.pattern})[ >]", rf"{_LEAD}</\1>")
 
     def _read_arguments(
         self, scan: Scan, schemas: Schemas, name: str, place: int

@@ -36,6 +36,7 @@ class MistralFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_MARK,)
+    element: tuple[str, str] | None = None
     leads: tuple[str, ...] = ()
     gap = ""
 

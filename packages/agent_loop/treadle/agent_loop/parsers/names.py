@@ -2,7 +2,8 @@
 
 Invariant: every name stands for one format of calls and, for families whose templates separate
 reasoning, its marks. If a template does not separate reasoning, the parser leaves it in the
-content, so that nothing is lost when a message is rendered again.
+content, so that nothing is lost when a message is rendered again; calls in it are none all the
+same.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from treadle.agent_loop.parsers.base import ToolCallParser
 from treadle.agent_loop.parsers.cohere import RESPONSE, TEXT, CohereFormat
 from treadle.agent_loop.parsers.deepseek import DeepSeekFormat
 from treadle.agent_loop.parsers.deepseek_v32 import deepseek_v32_format
-from treadle.agent_loop.parsers.format_parser import FormatParser
+from treadle.agent_loop.parsers.format_parser import CallFormat, FormatParser
 from treadle.agent_loop.parsers.gemma4 import Gemma4Format
 from treadle.agent_loop.parsers.glm import GlmFormat
 from treadle.agent_loop.parsers.gpt_oss import GptOssParser
@@ -28,7 +29,7 @@ from treadle.agent_loop.parsers.minimax_m1 import MinimaxM1Format
 from treadle.agent_loop.parsers.minimax_m3 import MinimaxM3Format
 from treadle.agent_loop.parsers.mistral import MistralFormat
 from treadle.agent_loop.parsers.qwen3_coder import Qwen3CoderFormat
-from treadle.agent_loop.parsers.thinking import Thinking
+from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 
 _LINES = Thinking(lines=True)
 _INLINE = Thinking()
@@ -36,29 +37,47 @@ _XTML = Thinking(open="<|open|>think<|sep|>", close="<|close|>think<|sep|>")
 _COHERE = Thinking(open="<|START_THINKING|>", close="<|END_THINKING|>")
 _CHANNEL = Thinking(open="<|channel>thought", close="<channel|>", lines=True, tight=True)
 _NAMESPACED = Thinking(open="<mm:think>", close="</mm:think>")
+_BRACKETS = Thinking(open="[THINK]", close="[/THINK]")
 
-_MAKERS: Mapping[str, Callable[[], ToolCallParser]] = MappingProxyType(
+
+def _parser(
+    calls: Callable[[], CallFormat],
+    thinking: Thinking,
+    *,
+    separates: bool = True,
+    frame: tuple[str, str] = ("", ""),
+) -> "_Maker":
+    def make(unclosed: UnclosedReasoning) -> ToolCallParser:
+        return FormatParser(
+            calls(), thinking=thinking, separates=separates, frame=frame, unclosed=unclosed
+        )
+
+    return make
+
+
+_Maker = Callable[[UnclosedReasoning], ToolCallParser]
+_MAKERS: Mapping[str, _Maker] = MappingProxyType(
     {
-        "cohere_command3": lambda: FormatParser(CohereFormat(), thinking=_COHERE, frame=RESPONSE),
-        "cohere_command4": lambda: FormatParser(CohereFormat(), thinking=_COHERE, frame=TEXT),
-        "deepseek": lambda: FormatParser(DeepSeekFormat(), thinking=_INLINE),
-        "deepseek_v32": lambda: FormatParser(deepseek_v32_format(), thinking=_INLINE),
-        "gemma4": lambda: FormatParser(Gemma4Format(), thinking=_CHANNEL),
-        "glm": lambda: FormatParser(GlmFormat(), thinking=_LINES),
-        "gpt_oss": GptOssParser,
-        "hermes": HermesParser,
-        "kimi": lambda: FormatParser(KimiFormat(), thinking=_INLINE),
-        "kimi_k3": lambda: FormatParser(KimiK3Format(), thinking=_XTML),
-        "lfm2": lambda: FormatParser(Lfm2Format()),
-        "lfm2_5": lambda: FormatParser(Lfm2Format(), thinking=_INLINE),
-        "llama3_json": lambda: FormatParser(Llama3JsonFormat()),
-        "minimax": lambda: FormatParser(minimax_format(), thinking=_LINES),
-        "minimax_m1": lambda: FormatParser(MinimaxM1Format()),
-        "minimax_m3": lambda: FormatParser(MinimaxM3Format(), thinking=_NAMESPACED),
-        "mistral": lambda: FormatParser(MistralFormat()),
-        "qwen3": lambda: FormatParser(HermesFormat(), thinking=_LINES),
-        "qwen3_5": lambda: FormatParser(Qwen3CoderFormat(), thinking=_LINES),
-        "qwen3_coder": lambda: FormatParser(Qwen3CoderFormat()),
+        "cohere_command3": _parser(CohereFormat, _COHERE, frame=RESPONSE),
+        "cohere_command4": _parser(CohereFormat, _COHERE, frame=TEXT),
+        "deepseek": _parser(DeepSeekFormat, _INLINE),
+        "deepseek_v32": _parser(deepseek_v32_format, _INLINE),
+        "gemma4": _parser(Gemma4Format, _CHANNEL),
+        "glm": _parser(GlmFormat, _LINES),
+        "gpt_oss": lambda unclosed: GptOssParser(unclosed=unclosed),
+        "hermes": lambda unclosed: HermesParser(unclosed=unclosed),
+        "kimi": _parser(KimiFormat, _INLINE),
+        "kimi_k3": _parser(KimiK3Format, _XTML),
+        "lfm2": _parser(Lfm2Format, _INLINE, separates=False),
+        "lfm2_5": _parser(Lfm2Format, _INLINE),
+        "llama3_json": _parser(Llama3JsonFormat, _INLINE, separates=False),
+        "minimax": _parser(minimax_format, _LINES),
+        "minimax_m1": _parser(MinimaxM1Format, _INLINE, separates=False),
+        "minimax_m3": _parser(MinimaxM3Format, _NAMESPACED),
+        "mistral": _parser(MistralFormat, _BRACKETS, separates=False),
+        "qwen3": _parser(HermesFormat, _LINES),
+        "qwen3_5": _parser(Qwen3CoderFormat, _LINES),
+        "qwen3_coder": _parser(Qwen3CoderFormat, _INLINE, separates=False),
     }
 )
 
@@ -92,8 +111,14 @@ PARSER_ALIASES: Mapping[str, str] = MappingProxyType(
 """Names that vLLM and SGLang give to the same formats -> our name."""
 
 
-def parser_named(name: str) -> ToolCallParser:
+def parser_named(
+    name: str, *, unclosed: UnclosedReasoning = UnclosedReasoning.CALL
+) -> ToolCallParser:
     """Returns the parser with this name.
+
+    Args:
+        name: One of `PARSER_NAMES` or `PARSER_ALIASES`.
+        unclosed: What a call is behind reasoning that was never closed.
 
     Raises:
         SetupError: There is no such parser.
@@ -101,7 +126,7 @@ def parser_named(name: str) -> ToolCallParser:
     make = _MAKERS.get(PARSER_ALIASES.get(name, name))
     if make is None:
         raise SetupError(f"there is no parser {name!r}; there are {', '.join(PARSER_NAMES)}")
-    return make()
+    return make(unclosed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +152,8 @@ _EVIDENCE = (
     _Evidence("cohere_command4", ("<|START_ACTION|>", "<|START_TEXT|>")),
     _Evidence("cohere_command3", ("<|START_ACTION|>", "tool_name")),
     _Evidence("gemma4", ("<|tool_call>call:", "<tool_call|>")),
-    # Liquid's own template reads `thinking`, where it would lose what the parser separates.
+    # transformers gives the reasoning to Liquid's own template as `thinking`.
+    _Evidence("lfm2_5", ("<|tool_call_start|>", "message.thinking")),
     _Evidence("lfm2_5", ("<|tool_call_start|>", _REASONING)),
     _Evidence("lfm2", ("<|tool_call_start|>",)),
     _Evidence("lfm2", ("<|tool_list_start|>", "<|tool_response_start|>")),

@@ -37,6 +37,7 @@ class Qwen3CoderFormat:
 
     stop_tokens: tuple[str, ...] = ()
     marks: tuple[str, ...] = (_OPEN, _FUNCTION)
+    element: tuple[str, str] | None = (r"<(tool_call|function|parameter)[=>]", r"</\1>")
     leads: tuple[str, ...] = ()
     gap = "\n\n"
 

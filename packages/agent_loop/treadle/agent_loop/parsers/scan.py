@@ -1,18 +1,59 @@
 """The scan of one text: finds marks, and collects the spans that a format reports.
 
 Invariants: spans are reported from left to right and do not overlap; text outside of them is
-content. Searches for a mark from increasing positions cost one pass over the text in total, so a
-parser that fails at each of a thousand opening marks is still linear.
+content. A mark inside reasoning begins no call: `find` passes over it. Searches for a mark from
+increasing positions cost one pass over the text in total, so a parser that fails at each of a
+thousand opening marks is still linear.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
 
 from treadle.agent_loop.parsers.base import ParsedText
+from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 from treadle.agent_loop.tokens.renderer import MalformedCall
 from treadle.agent_loop.types import ToolCall
 
 _SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """A reasoning in the text, with its marks.
+
+    Attributes:
+        start: Position of its first character.
+        stop: Position after it.
+        closed: Whether it has its closing mark; else it ends where the last calls begin.
+    """
+
+    start: int
+    stop: int
+    closed: bool
+
+
+_NO_BLOCK: Final = Block(start=0, stop=0, closed=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thoughts:
+    """The reasoning of a text that may have calls.
+
+    Attributes:
+        thinking: Its marks.
+        marks: The beginnings of calls, which count outside of it only.
+        unclosed: Returns where a reasoning ends that begins at a position and is not closed.
+        rule: What a call behind such a reasoning is.
+        first: The one before `Scan.start`; None if there is none.
+    """
+
+    thinking: Thinking
+    marks: Container[str]
+    unclosed: Callable[[int], int]
+    rule: UnclosedReasoning
+    first: Block | None
 
 
 class Scan:
@@ -22,13 +63,21 @@ class Scan:
         text: A decoded completion.
         start: Position where calls may begin, after the reasoning.
         new_id: Returns the id of a call without one, given its number and its name.
+        thoughts: How it reasons; None if it does not.
 
     Attributes:
         text: The decoded completion.
         position: The end of the last reported span.
     """
 
-    def __init__(self, text: str, *, start: int, new_id: Callable[[int, str], str]) -> None:
+    def __init__(
+        self,
+        text: str,
+        *,
+        start: int,
+        new_id: Callable[[int, str], str],
+        thoughts: Thoughts | None = None,
+    ) -> None:
         self.text = text
         self.position = start
         self._start = start
@@ -40,9 +89,24 @@ class Scan:
         self._content: list[str] = []
         self._framed = False
         self._known: dict[str, tuple[int, int]] = {}
+        self._spans: list[tuple[int, int, bool | None]] = []
+        self._thoughts = thoughts
+        first = None if thoughts is None else thoughts.first
+        self._blocks = [] if first is None else [first]
+        self._seen = start  # up to where the blocks are known
 
     def find(self, mark: str, start: int) -> int:
-        """Returns the position of the first `mark` at or after `start`, or -1."""
+        """Returns the position of the first `mark` at or after `start`, or -1.
+
+        One that begins a call is passed over inside reasoning.
+        """
+        found = self._find(mark, start)
+        if self._thoughts is not None and mark in self._thoughts.marks:
+            while found >= 0 and found < (stop := self._block_before(self._thoughts, found).stop):
+                found = self._find(mark, stop)
+        return found
+
+    def _find(self, mark: str, start: int) -> int:
         asked, found = self._known.get(mark, (len(self.text) + 1, -1))
         if not (asked <= start and (found < 0 or start <= found)):
             found = self.text.find(mark, start)
@@ -104,7 +168,17 @@ class Scan:
         call_id: str | None = None,
     ) -> None:
         """Reports a call; replaces an id that is already taken."""
-        self._move(start, stop)
+        thoughts = self._thoughts
+        if (
+            thoughts is not None
+            and thoughts.rule is UnclosedReasoning.MALFORMED
+            and not self._block_before(thoughts, start).closed
+        ):
+            mark = thoughts.thinking.close
+            reason = f"the reasoning before it is not closed: write {mark} before the call"
+            self.malformed(start, stop, reason=reason, name=name, call_id=call_id)
+            return
+        self._move(start, stop, is_call=True)
         call_id = self._free_id(call_id, name)
         self._calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
         self._starts.append(start)
@@ -119,7 +193,7 @@ class Scan:
         call_id: str | None = None,
     ) -> None:
         """Reports a span that was meant as a call; it stays in the content."""
-        self._move(start, stop)
+        self._move(start, stop, is_call=False)
         span = self.text[start:stop]
         self._content.append(span)
         self._malformed.append(
@@ -142,24 +216,57 @@ class Scan:
         self._move(start, stop)
         self._framed = True
 
-    def parsed(self, *, reasoning: str | None) -> ParsedText:
-        """Returns the parsed text; text outside the reported spans is content."""
-        content = self.text[self._start :]
+    def parsed(self, *, reasoning: str | None, content_start: int | None = None) -> ParsedText:
+        """Returns the parsed text; text outside the reported spans is content.
+
+        Args:
+            reasoning: Of the message.
+            content_start: Where the content begins; None: where calls may begin.
+        """
+        start = self._start if content_start is None else content_start
+        content = self.text[start:]
         if self._calls or self._framed:
-            content = "".join([*self._content, self.text[self.position :]])
+            before = self.text[start : self._start]
+            content = "".join([before, *self._content, self.text[self.position :]])
         return ParsedText(
             content=content.strip() if self._calls else content,
             calls=tuple(self._calls),
             call_starts=tuple(self._starts),
             malformed=tuple(self._malformed),
             reasoning=reasoning,
-            content_start=self._start,
+            content_start=start,
         )
 
-    def _move(self, start: int, stop: int) -> None:
+    def last_calls(self) -> int:
+        """Returns where the calls begin with which the text ends; without any, its length."""
+        begin, calls = len(self.text.rstrip()), False
+        for start, stop, is_call in reversed(self._spans):
+            if is_call is False or self.text[stop:begin].strip():
+                break
+            begin, calls = start, calls or is_call is True
+        return begin if calls else len(self.text)
+
+    def _move(self, start: int, stop: int, *, is_call: bool | None = None) -> None:
+        """Reports a span: a call, a malformed one (False), or a mark (None)."""
         assert self.position <= start <= stop, "spans come from left to right"
         self._content.append(self.text[self.position : start])
         self.position = stop
+        self._spans.append((start, stop, is_call))
+        # What looked like reasoning within the span is a part of it.
+        while self._blocks and self._blocks[-1].start >= start:
+            self._blocks.pop()
+            self._seen = stop
+        self._seen = max(self._seen, stop)
+
+    def _block_before(self, thoughts: Thoughts, place: int) -> Block:
+        """Returns the last reasoning that begins before a position; an empty one if none does."""
+        opening, closing = thoughts.thinking.open, thoughts.thinking.close
+        while 0 <= (start := self._find(opening, self._seen)) <= place:
+            end = self._find(closing, start + len(opening))
+            self._seen = thoughts.unclosed(start) if end < 0 else end + len(closing)
+            self._blocks.append(Block(start=start, stop=self._seen, closed=end >= 0))
+        before = (block for block in reversed(self._blocks) if block.start <= place)
+        return next(before, _NO_BLOCK)
 
     def _free_id(self, wanted: str | None, name: str) -> str:
         number = len(self._calls) + len(self._malformed)

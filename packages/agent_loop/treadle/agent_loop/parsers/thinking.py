@@ -3,12 +3,24 @@
 A template may open the reasoning at the end of the prompt; then the completion only has the closing
 mark. A completion that was cut during the reasoning is all reasoning.
 
-Invariant: a call inside the reasoning is not a call; the model has not decided on it yet.
+Invariant: a call inside the reasoning is not a call; the model has not decided on it yet. One at
+the end of a turn whose reasoning was never closed is what `UnclosedReasoning` says.
 """
 
+import enum
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from treadle.agent_loop.parsers.base import without_partial
+
+
+class UnclosedReasoning(enum.StrEnum):
+    """What a complete call is with which a turn ends whose reasoning was never closed."""
+
+    CALL = "call"
+    """It ends the reasoning and is made, as vLLM and SGLang do."""
+    MALFORMED = "malformed"
+    """It ends the reasoning and is a malformed call, which is counted and answered as such."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,25 +41,30 @@ class Thinking:
     lines: bool = False
     tight: bool = False
 
-    def split(self, text: str, *, prompt_end: str) -> tuple[str, int]:
-        """Returns the reasoning, "" if there is none, and the position after it.
+    def split(
+        self, text: str, *, prompt_end: str, unclosed: Callable[[int], int]
+    ) -> tuple[str, int, bool]:
+        """Returns the reasoning, "" if there is none, the position after it, and if it is closed.
 
         Args:
             text: A decoded completion.
             prompt_end: As in `ToolCallParser.parse`.
+            unclosed: Returns where a reasoning ends that begins at a position and is not closed.
         """
         start = self._start(text, prompt_end)
         if start < 0:
             closed = prompt_end.rstrip().endswith(self.close)
-            return "", self._next_line(text, 0) if closed else 0
-        close = text.find(self.close, start)
-        reasoning = text[start:] if close < 0 else text[start:close]
-        stop = len(text) if close < 0 else self._next_line(text, close + len(self.close))
-        if self.lines:
-            reasoning = reasoning.removeprefix("\n").removesuffix("\n")
-        return reasoning, stop
+            return "", self._next_line(text, 0) if closed else 0, True
+        end = text.find(self.close, start)
+        if end < 0:
+            stop = unclosed(start)
+            return self._stripped(text[start:stop]), stop, False
+        stop = self._next_line(text, end + len(self.close))
+        return self._stripped(text[start:end]), stop, True
 
-    def settled(self, text: str, *, prompt_end: str) -> tuple[str, int | None]:
+    def settled(
+        self, text: str, *, prompt_end: str, marks: tuple[str, ...]
+    ) -> tuple[str, int | None]:
         """Returns the reasoning that is certain, and the position after all of it.
 
         The position is None as long as the reasoning may continue.
@@ -55,6 +72,7 @@ class Thinking:
         Args:
             text: The beginning of a decoded completion.
             prompt_end: As in `ToolCallParser.parse`.
+            marks: The beginnings of a call, which may end the reasoning.
         """
         lead = text.lstrip()
         if any(mark.startswith(lead) for mark in (self.open, self.close)):
@@ -63,11 +81,11 @@ class Thinking:
         if start < 0 and not prompt_end:
             return "", None
         if start < 0 or text.find(self.close, start) >= 0:
-            return self.split(text, prompt_end=prompt_end)
-        reasoning = without_partial(text[start:], self.close)
-        if self.lines:
-            reasoning = reasoning.removeprefix("\n").removesuffix("\n")
-        return reasoning, None
+            reasoning, stop, _ = self.split(text, prompt_end=prompt_end, unclosed=int)
+            return reasoning, stop
+        found = [at for mark in marks if (at := text.find(mark, start)) >= 0]
+        rest = text[start : min(found)] if found else text[start:]
+        return self._stripped(rest if found else without_partial(rest, self.close, *marks)), None
 
     def write(self, reasoning: str) -> str:
         """Writes the reasoning as the template does.
@@ -91,6 +109,11 @@ class Thinking:
         if prompt_end.rstrip().endswith(self.open):
             return 0
         return 0 if not prompt_end and self.close in text else -1
+
+    def _stripped(self, reasoning: str) -> str:
+        if self.lines:
+            return reasoning.removeprefix("\n").removesuffix("\n")
+        return reasoning
 
     def _next_line(self, text: str, place: int) -> int:
         """Returns the position after the line feeds that follow the closing mark."""

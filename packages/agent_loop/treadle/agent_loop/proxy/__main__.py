@@ -11,7 +11,6 @@ The main task waits for a signal.
 import argparse
 import asyncio
 import json
-import logging
 import os
 import secrets
 import signal
@@ -30,6 +29,7 @@ from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSessions
 from treadle.agent_loop.types import SamplingParams
+from treadle.tracing.inert import inert, log_inertly
 
 PROGRAM = "python -m treadle.agent_loop.proxy"
 _MAX_BODY_BYTES = 64 << 20
@@ -44,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         token, roots = _replica_secrets(arguments)
     except (OSError, ValueError) as error:
         parser.error(str(error))
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_inertly("INFO")
     try:
         asyncio.run(_run(arguments, tls, token, roots))
     except (ModuleNotFoundError, SetupError, ValueError) as error:
-        sys.stderr.write(f"{PROGRAM}: {error}\n")
+        sys.stderr.write(inert(f"{PROGRAM}: {error}\n"))
         return 1
     return 0
 

@@ -13,16 +13,17 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 from treadle.agent_loop.aio import run_shielded, run_until
+from treadle.agent_loop.child_output import output_pipe
 from treadle.agent_loop.errors import LoopError
 from treadle.agent_loop.proxy.messages import written_message, written_task
 from treadle.agent_loop.types import AgentTask
+from treadle.tracing.inert import inert
 
 _TAIL_BYTES = 2000
 _ANTHROPIC = "ANTHROPIC_"
@@ -119,7 +120,7 @@ class CommandAgent:
         """
         tail = bytearray()
         told = json.dumps(written_task(session.task)).encode()
-        async with _pipe() as (reader, write_end):
+        async with output_pipe() as (reader, write_end):
             process = await self._start(session, told, write_end)
             try:
                 await run_until(_drain(reader, tail), process.wait)
@@ -132,7 +133,7 @@ class CommandAgent:
         if status != 0:
             how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
             printed = tail.decode(errors="replace").strip() or "it printed nothing"
-            raise AgentCrashedError(f"agent {self._command[0]!r} {how}: {printed}")
+            raise AgentCrashedError(f"agent {self._command[0]!r} {how}: {inert(printed)}")
         return None
 
     async def _start(
@@ -180,21 +181,6 @@ class CommandAgent:
                     await process.wait()
         _signal_group(process, signal.SIGKILL)
         await process.wait()
-
-
-@asynccontextmanager
-async def _pipe() -> AsyncIterator[tuple[asyncio.StreamReader, int]]:
-    """Opens a pipe; asyncio's own would be waited for while any process holds it open."""
-    read_end, write_end = os.pipe()
-    reader = asyncio.StreamReader()
-    protocol = asyncio.StreamReaderProtocol(reader)
-    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: protocol, os.fdopen(read_end, "rb")
-    )
-    try:
-        yield reader, write_end
-    finally:
-        transport.close()
 
 
 async def _drain(reader: asyncio.StreamReader, tail: bytearray) -> None:

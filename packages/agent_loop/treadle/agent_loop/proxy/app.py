@@ -154,16 +154,17 @@ class _Endpoint:
             body = await session.while_open(
                 self._bodies.read(request, max_bytes=self._max_body_bytes)
             )
-            allowed = session.allowed.for_request()
-            asked = await _read(
-                session, partial(_ANTHROPIC.read, body, allowed, session), len(body)
-            )
-            render = partial(session.renderer.render, asked.messages, tools=asked.tools)
-            try:
-                prompt = await _read(session, render, len(body))
-            except AgentLoopError as error:
-                raise answer_to(error) from error
-        return JSONResponse({"input_tokens": len(prompt.ids)})
+            with self._sessions.slot():
+                allowed = session.allowed.for_request()
+                asked = await _read(
+                    session, partial(_ANTHROPIC.read, body, allowed, session), len(body)
+                )
+                counting = session.captured.count_tokens(asked.messages, tools=asked.tools)
+                try:
+                    number = await session.while_open(counting)
+                except AgentLoopError as error:
+                    raise answer_to(error) from error
+        return JSONResponse({"input_tokens": number})
 
     async def list_models(self, request: Request) -> Response:
         self._session(request)

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
@@ -11,7 +11,16 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
-from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, Services
+from treadle.agent_loop import (
+    AgentTask,
+    LoopLimits,
+    Message,
+    PromptTooLongError,
+    Rendering,
+    SamplingParams,
+    Services,
+    ToolSpec,
+)
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.proxy import AgentSampling, app, body
 from treadle.agent_loop.proxy.allowances import Allowances
@@ -34,6 +43,7 @@ class Endpoint:
     address: str
     slow: EndpointSession
     other: EndpointSession
+    sessions: EndpointSessions
 
     async def half(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """Sends a request of `slow` without the end of its body."""
@@ -66,11 +76,11 @@ class Endpoint:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Endpoint]:
+async def serving(renderer: ByteRenderer | None = None) -> AsyncIterator[Endpoint]:
     services = Services(
         generator=ScriptedGenerator(["one"]),
-        renderer=ByteRenderer(),
-        limits=LoopLimits(max_response_tokens=100),
+        renderer=renderer or ByteRenderer(),
+        limits=LoopLimits(max_response_tokens=100, max_context_tokens=200),
         sampling=SamplingParams(max_tokens=50),
     )
     task = AgentTask(task_id="t", sample_index=0, rollout_index=0, loop="x", messages=(USER,))
@@ -83,9 +93,9 @@ async def serving() -> AsyncIterator[Endpoint]:
         )
         sessions.add(session)
         both.append(session)
-    served = app.make_app(sessions, model="policy", max_body_bytes=1000)
+    served = app.make_app(sessions, model="policy", max_body_bytes=2000)
     async with SharedServer(served, host="127.0.0.1", port=0) as address:
-        yield Endpoint(address=address, slow=both[0], other=both[1])
+        yield Endpoint(address=address, slow=both[0], other=both[1], sessions=sessions)
 
 
 async def test_a_half_sent_body_takes_no_place_of_others() -> None:
@@ -125,6 +135,46 @@ async def test_a_long_request_is_parsed_beside_the_others(monkeypatch: pytest.Mo
         assert (await asking).status_code == 200
 
 
+class BoundedBytes(ByteRenderer):
+    """Refuses a long text before it encodes it, as `HfRenderer` does."""
+
+    def bounded(self, max_tokens: int) -> "BoundedBytes":
+        return self
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
+        if len(messages[0].content) > 200:
+            raise PromptTooLongError("it has more than 200 characters")
+        return super().render(messages, tools=tools)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        assert len(token_ids) <= 200, "ids that do not fit are not decoded"
+        return super().decode(token_ids)
+
+
+async def test_no_path_does_work_for_a_text_that_does_not_fit() -> None:
+    """Found by an attacker: 20 MiB to `count_tokens` took all memory."""
+    async with serving(renderer=BoundedBytes()) as endpoint:
+        long = {"messages": [{"role": "user", "content": "u" * 201}]}
+        for path in ("messages/count_tokens", "messages", "chat/completions"):
+            answer = await endpoint.ask("POST", path, json={**long, "max_tokens": 1})
+            assert answer.status_code == 400, path
+        ids = {"token_ids": [65] * 201, "sampling_params": {}}
+        answer = await endpoint.ask("POST", "../inference/v1/generate", json=ids)
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        for stop in (["s"] * 65, "s" * 1025):
+            answer = await endpoint.ask("POST", "chat/completions", json={**ASK, "stop": stop})
+            assert answer.json()["error"]["param"] == "stop"
+
+
+async def test_counting_takes_a_place_of_the_endpoint() -> None:
+    async with serving() as endpoint:
+        with endpoint.sessions.slot():
+            answer = await endpoint.ask("POST", "messages/count_tokens", json=ASK)
+        assert answer.status_code == 429
+        counted = await endpoint.ask("POST", "messages/count_tokens", json=ASK)
+        assert counted.json() == {"input_tokens": 4}
+
+
 async def test_a_client_that_leaves_within_its_body_is_no_error(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -138,17 +188,17 @@ async def test_a_client_that_leaves_within_its_body_is_no_error(
 
 
 async def test_bodies_under_way_are_bounded_together() -> None:
-    """Eight times the longest completion request: 8000 bytes here."""
+    """Eight times the longest completion request: 16000 bytes here."""
     async with serving() as endpoint:
         url = urlsplit(endpoint.address)
         head = (
             f"POST /sessions/{endpoint.slow.id}/reward HTTP/1.1\r\nHost: here\r\n"
-            f"Authorization: Bearer {endpoint.slow.key}\r\nContent-Length: 2501\r\n\r\n"
+            f"Authorization: Bearer {endpoint.slow.key}\r\nContent-Length: 4501\r\n\r\n"
         ).encode()
         writers, refusals = [], []
         for _ in range(4):
             reader, writer = await asyncio.open_connection(url.hostname, url.port)
-            writer.write(head + b" " * 2500)
+            writer.write(head + b" " * 4500)
             writers.append(writer)
             refusals.append(asyncio.create_task(reader.readline()))
         done, _ = await asyncio.wait(refusals, return_when=asyncio.FIRST_COMPLETED, timeout=60)

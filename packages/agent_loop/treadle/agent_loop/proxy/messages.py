@@ -215,7 +215,7 @@ def _message(value: object, place: str, allowed: Allowances) -> Message:
                 f"{place}.{name}", f"this is not supported in a {role} message; leave it out"
             )
         allowed.unread_key(f"{place}.{name}")
-    content, images = _content(value.get("content"), f"{place}.content", role=role)
+    content, images = _content(value.get("content"), f"{place}.content", allowed, role=role)
     try:
         return Message(
             role=role,
@@ -230,14 +230,18 @@ def _message(value: object, place: str, allowed: Allowances) -> Message:
         raise bad_value(place, str(error)) from None
 
 
-def _content(value: object, place: str, *, role: Role) -> tuple[str, tuple[Image, ...]]:
+def _content(
+    value: object, place: str, allowed: Allowances, *, role: Role
+) -> tuple[str, tuple[Image, ...]]:
     match value:
         case str():
             return value, ()
         case None if role == "assistant":
             return "", ()
         case list():
-            parts = [_part(entry, f"{place}[{i}]", role=role) for i, entry in enumerate(value)]
+            parts = [
+                _part(entry, f"{place}[{i}]", allowed, role=role) for i, entry in enumerate(value)
+            ]
             images = tuple(part for part in parts if isinstance(part, Image))
             texts = (IMAGE_MARK if isinstance(part, Image) else part for part in parts)
             return "".join(texts), images
@@ -245,17 +249,17 @@ def _content(value: object, place: str, *, role: Role) -> tuple[str, tuple[Image
             raise bad_value(place, "it must be a string or a list of parts")
 
 
-def _part(value: object, place: str, *, role: Role) -> str | Image:
+def _part(value: object, place: str, allowed: Allowances, *, role: Role) -> str | Image:
     if not isinstance(value, dict):
         raise bad_value(place, "it must be an object")
     match value.get("type"):
         case "text":
-            _only(value, ("type", "text"), place)
+            count_unread(value, ("type", "text"), place, allowed)
             if not isinstance(text := value.get("text"), str):
                 raise bad_value(f"{place}.text", "it must be a string")
             return text
         case "image_url" if role != "assistant":
-            _only(value, ("type", "image_url"), place)
+            count_unread(value, ("type", "image_url"), place, allowed)
             source = value.get("image_url")
             if not isinstance(source, dict):
                 raise bad_value(f"{place}.image_url", "it must be an object")
@@ -299,9 +303,7 @@ def _call(value: object, place: str, allowed: Allowances) -> ToolCall:
         (("id", "type", "function", "index"), place, value),
         (("name", "arguments"), f"{place}.function", function),
     ):
-        for name, entry in entries.items():
-            if name not in known and not is_absent(entry):
-                allowed.unread_key(f"{where}.{name}")
+        count_unread(entries, known, where, allowed)
     if value.get("type", "function") != "function":
         raise unsupported(f"{place}.type", "only function calls are supported")
     call_id, name, text = value.get("id"), function.get("name"), function.get("arguments")
@@ -337,6 +339,15 @@ def _only(value: Mapping[str, object], known: Sequence[str], place: str) -> None
     for name, entry in value.items():
         if name not in known and not is_absent(entry):
             raise unsupported(f"{place}.{name}", "this is not supported; leave it out")
+
+
+def count_unread(
+    value: Mapping[str, object], known: Sequence[str], place: str, allowed: Allowances
+) -> None:
+    """Counts the keys of a part of a request that nothing reads, such as `cache_control`."""
+    for name, entry in value.items():
+        if name not in known and not is_absent(entry) and entry is not False:
+            allowed.unread_key(f"{place}.{name}")
 
 
 def is_absent(entry: object) -> bool:

@@ -4,8 +4,8 @@ Invariants:
 
 1. `render(messages) + sampled ids + extend(...)` equals, token for token, the template's output
    for the whole conversation, if the sampled ids are those that the template would write.
-2. `extend` never retokenises. It looks at the ids so far only to check whether the turn ends with
-   the template's end-of-turn id, and returns what must follow.
+2. `extend` never retokenises. It looks at the ids so far only to find how the turn ends and what it
+   left open, and returns what must follow.
 3. `parse` never raises on any ids.
 
 All trajectories of a process share a renderer and call it on the event loop, so it has no state
@@ -171,7 +171,8 @@ class ChatRenderer(Protocol):
         Args:
             ids: All ids so far, ending with a sampled turn. If the turn's last id is not the
                 template's end-of-turn id (the turn was cut, or another id stopped it), the result
-                begins with the end-of-turn id, so that the boundary is the template's.
+                begins with what closes the reasoning and other elements that the turn left open,
+                and the end-of-turn id, so that the boundary is the template's.
             messages: Tool or user messages that answer the turn; rendered as one group.
             tools: The tools of the conversation.
             history: The messages that `ids` represent, including the sampled turn. Some templates

@@ -8,9 +8,9 @@ its own way); many mean that parser, template and model do not fit together.
 Both sides are split into turns, each up to and including an end-of-turn id, and compared turn by
 turn, so that one difference counts once. A turn drifts as
 
-- *sampled* if its first difference is in the model's tokens;
-- *observed* if it is in tokens that the renderer wrote: the template now renders that context
-  differently (for example, it drops the reasoning of earlier turns), or a boundary differs.
+- *sampled* if its first difference is in what the model wrote;
+- *observed* if it is in tokens that the renderer wrote, if the template leaves out the reasoning of
+  a turn that is past, or if a boundary differs, such as the id that ended the turn.
 
 Pure. Each sample is rendered once when its trajectory ends, and what the model wrote of it is
 tokenised; all of it if the renderer is no `RerenderingRenderer`. The event loop waits meanwhile, so
@@ -19,7 +19,7 @@ has a sample per request.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, cast
 
@@ -129,7 +129,7 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
     turns = unknown = unmeasured = seen = 0
     origins: Counter[bool] = Counter()
     first: DriftPoint | None = None
-    end = renderer.stop_token_ids[0]
+    ends = frozenset(renderer.stop_token_ids)
     for index, sample in enumerate(samples):
         actual = tuple(sample.tokens.ids)  # one conversion for several comparisons
         seen += len(actual)
@@ -141,20 +141,25 @@ def measure_drift(samples: Iterable[RecordedSample], renderer: ChatRenderer) -> 
         except RenderError:
             unknown += 1
             continue
-        turns += actual.count(end) + (actual[-1] != end)
+        turns += len(_turns(actual, ends))
         if expected[: len(actual)] == actual:  # the rendering continues with the next header
             continue
-        for turn, ours, theirs in _differences(actual, expected, end):
-            origin = _origin(sample.tokens, ours)
+        for turn, ours, theirs in _differences(actual, expected, ends):
+            origin = _origin(sample.tokens, ours.start)
+            if origin is Origin.SAMPLED and (
+                _only_ends_differ(sample.tokens, actual, expected, ours.start, theirs.start, ends)
+                or _leaves_out_reasoning(sample, renderer, actual[ours], expected[theirs])
+            ):
+                origin = Origin.OBSERVED
             origins[origin is Origin.SAMPLED] += 1
             if first is None:
                 first = DriftPoint(
                     sample=index,
                     turn=turn,
-                    position=ours,
+                    position=ours.start,
                     origin=origin,
-                    expected=renderer.decode(_around(expected, theirs)),
-                    actual=renderer.decode(_around(actual, ours)),
+                    expected=renderer.decode(_around(expected, theirs.start)),
+                    actual=renderer.decode(_around(actual, ours.start)),
                 )
     return RetokenizationDrift(
         num_turns=turns,
@@ -178,13 +183,13 @@ def _rendered(
 
 
 def _differences(
-    actual: Sequence[int], expected: Sequence[int], end: int
-) -> Iterator[tuple[int, int, int]]:
-    """Yields each turn that differs, and the position of its first difference on both sides."""
-    theirs = _turns(expected, end)
-    for turn, (start, stop) in enumerate(_turns(actual, end)):
+    actual: Sequence[int], expected: Sequence[int], ends: Container[int]
+) -> Iterator[tuple[int, slice, slice]]:
+    """Yields each turn that differs, and on both sides what follows its first difference."""
+    theirs = _turns(expected, ends)
+    for turn, (start, stop) in enumerate(_turns(actual, ends)):
         their_start, their_stop = theirs[turn] if turn < len(theirs) else (len(expected),) * 2
-        if actual[stop - 1] != end:  # the last turn was cut
+        if actual[stop - 1] not in ends:  # the last turn was cut
             their_stop = min(their_stop, their_start + stop - start)
         if actual[start:stop] == expected[their_start:their_stop]:
             continue
@@ -193,15 +198,48 @@ def _differences(
             (place for place, (a, b) in enumerate(pairs) if a != b),
             min(stop - start, their_stop - their_start),
         )
-        yield turn, min(start + same, stop - 1), their_start + same
+        first = min(start + same, stop - 1)
+        yield turn, slice(first, stop), slice(their_start + same, their_stop)
 
 
-def _turns(ids: Sequence[int], end: int) -> list[tuple[int, int]]:
-    """Returns the start and the end of each turn."""
-    stops = [place + 1 for place, token in enumerate(ids) if token == end]
+def _turns(ids: Sequence[int], ends: Container[int]) -> list[tuple[int, int]]:
+    """Returns the start and the end of each turn; ends in a row are one."""
+    places = [place for place, token in enumerate(ids) if token in ends]
+    stops = [p + 1 for p in places if p + 1 == len(ids) or ids[p + 1] not in ends]
     if not stops or stops[-1] < len(ids):
         stops.append(len(ids))
     return list(zip([0, *stops], stops, strict=False))
+
+
+def _only_ends_differ(
+    tokens: Tokens,
+    actual: Sequence[int],
+    expected: Sequence[int],
+    ours: int,
+    theirs: int,
+    ends: Container[int],
+) -> bool:
+    """Returns whether a completion ended, with another id, where the template ends the turn."""
+    if not any(ours + 1 == span.stop for span in tokens.spans) or theirs >= len(expected):
+        return False
+    following = actual[ours + 1 : ours + 4]
+    # It stands in the place of the template's end, or before one, which the renderer wrote if
+    # anything followed.
+    replaces = actual[ours] in ends and following == expected[theirs + 1 : theirs + 4]
+    before = expected[theirs] in ends and following == expected[theirs : theirs + len(following)]
+    return (replaces and bool(following)) or before
+
+
+def _leaves_out_reasoning(
+    sample: RecordedSample, renderer: ChatRenderer, ours: Sequence[int], theirs: Sequence[int]
+) -> bool:
+    """Returns whether the template has the rest of a turn without the reasoning before it."""
+    size = len(ours) - len(theirs)
+    if size <= 0 or ours[size:] != theirs:
+        return False
+    left_out = renderer.decode(ours[:size])
+    thoughts = ((message.reasoning or "").strip() for message in sample.messages)
+    return any(thought and thought in left_out for thought in thoughts)
 
 
 def _origin(tokens: Tokens, position: int) -> Origin:

@@ -1,6 +1,7 @@
 """Tests of retokenization drift: what is counted, and what is shown of it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,6 +108,57 @@ def test_5_a_turn_that_was_cut_is_compared_as_far_as_it_goes() -> None:
     assert measure_drift([cut], RENDERER) == RetokenizationDrift(num_turns=2)
     wrong = RecordedSample(tokens=transcript.freeze(), messages=(USER, said("no")), tools=())
     assert measure_drift([wrong], RENDERER).num_sampled == 1
+
+
+class _ManyEnds(ByteRenderer):
+    """A renderer whose model may end a turn with another id, as Llama does with <|eom_id|>."""
+
+    stop_token_ids = (END, 7)
+
+    def extend(self, ids: Sequence[int], *args: Any, **kwargs: Any) -> Rendering:
+        extended = super().extend((*ids[:-1], END) if ids[-1] == 7 else ids, *args, **kwargs)
+        return extended
+
+
+@pytest.mark.parametrize(
+    ("renderer", "end"),
+    [(_ManyEnds(), 7), (RENDERER, 5)],
+    ids=["in the place of the template's", "before the template's"],
+)
+@pytest.mark.parametrize("turns", [1, 3])
+def test_5b_the_id_that_ended_a_turn_is_a_boundary_and_shifts_no_other_turn(
+    renderer: ByteRenderer, end: int, turns: int
+) -> None:
+    transcript = Transcript(renderer.render([USER], tools=()).ids)
+    messages = [USER]
+    for turn in range(turns):
+        if turn:
+            transcript.observe(renderer.extend(transcript.ids, [USER], tools=()).ids)
+            messages.append(USER)
+        transcript.sample(sample(*renderer.encode(f"turn {turn}"), end))
+        messages.append(said(f"turn {turn}"))
+    recorded = RecordedSample(tokens=transcript.freeze(), messages=tuple(messages), tools=())
+    drift = measure_drift([recorded], renderer)
+    assert (drift.num_sampled, drift.num_observed) == (0, turns)
+
+
+def test_5c_reasoning_that_the_template_leaves_out_is_not_the_models_drift() -> None:
+    transcript = Transcript(RENDERER.render([USER], tools=()).ids)
+    transcript.sample(sample(*RENDERER.encode("<think>so</think>Yes."), END))
+    transcript.observe(RENDERER.extend(transcript.ids, [USER], tools=()).ids)
+    transcript.sample(sample(*RENDERER.encode("No."), END))
+
+    class Drops(ByteRenderer):
+        def render(self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]) -> Rendering:
+            return super().render([replace(m, reasoning=None) for m in messages], tools=tools)
+
+    turn = replace(said("Yes."), reasoning="so")
+    messages = (USER, turn, USER, said("No."))
+    recorded = RecordedSample(tokens=transcript.freeze(), messages=messages, tools=())
+    drift = measure_drift([recorded], Drops())
+    assert (drift.num_sampled, drift.num_observed) == (0, 1)
+    other = replace(recorded, messages=(USER, said("Yes."), *messages[2:]))
+    assert measure_drift([other], Drops()).num_sampled == 1
 
 
 def test_6_messages_that_the_template_refuses_are_counted_as_unknown() -> None:

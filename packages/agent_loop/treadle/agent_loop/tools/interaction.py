@@ -12,7 +12,6 @@ The loop waits in `respond`, at most `LoopLimits.tool_timeout_s`. Any error ther
 included, fails the attempt, because the model is not at fault.
 """
 
-import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Protocol, Self
 from treadle.agent_loop.errors import InteractionError, SetupError, boundary
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.tools.session_cleanup import close_all
+from treadle.agent_loop.turning_limit import TurningLimit
 from treadle.agent_loop.types import AgentTask, Message
 from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, span
@@ -182,11 +182,11 @@ class UserSimulator:
         assert self._interaction is not None, "check `present` before asking"
         async with span("interaction") as trace:
             with boundary(InteractionError, f"the interaction of task {self._task.task_id!r}"):
-                async with asyncio.timeout(self._limits.tool_timeout_s):
+                async with TurningLimit(self._limits.tool_timeout_s) as limit:
                     if self._session is None:
-                        opening = self._interaction.open(self._task)
+                        opening = limit.own(self._interaction.open(self._task))
                         self._session = await end_if_cancelled("the interaction", opening)
-                    work = self._session.respond(messages)
+                    work = limit.own(self._session.respond(messages))
                     reply = await end_if_cancelled("the interaction", work)
                 if not isinstance(reply, InteractionReply):
                     raise TypeError(f"respond() must return an InteractionReply, got {reply!r:.80}")

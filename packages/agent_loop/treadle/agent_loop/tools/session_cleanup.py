@@ -14,6 +14,7 @@ from typing import Protocol
 
 from treadle.agent_loop.aio import concurrently, run_shielded
 from treadle.agent_loop.errors import RolloutError, boundary
+from treadle.agent_loop.turning_limit import TurningLimit
 from treadle.agent_loop.user_calls import end_if_cancelled
 
 
@@ -44,8 +45,8 @@ async def close_all(
     async def close(what: str, session: Closable) -> None:
         try:
             with boundary(error, f"{what} could not be closed"):
-                async with asyncio.timeout(timeout_s):
-                    await end_if_cancelled(what, session.aclose())
+                async with TurningLimit(timeout_s) as limit:
+                    await end_if_cancelled(what, limit.own(session.aclose()))
         except error as failure:
             report_leak(str(failure))
         except asyncio.CancelledError:  # by the shield's limit; the session swallowed its own

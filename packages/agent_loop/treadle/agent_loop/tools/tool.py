@@ -23,7 +23,21 @@ from treadle.tracing import Metric
 
 
 class ToolFailure(Exception):
-    """The call was wrong; the message tells the model why."""
+    """The call was wrong; the message tells the model why.
+
+    Args:
+        reason: Shown to the model, after the tool's name.
+        images: Shown to the model, before the reason.
+    """
+
+    images: tuple[Image, ...] = ()  # also of a subclass with an own `__init__`
+
+    def __init__(self, reason: object = "", *, images: tuple[Image, ...] = ()) -> None:
+        super().__init__(reason)
+        self.images = images
+
+    def __str__(self) -> str:
+        return super().__str__().strip() or "it failed and gave no reason"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

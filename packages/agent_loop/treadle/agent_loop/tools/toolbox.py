@@ -27,7 +27,8 @@ from treadle.agent_loop.tools.metric_rules import COUNTS, other_rule
 from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
-from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Message, ToolCall, ToolSpec
+from treadle.agent_loop.turning_limit import TurningLimit
+from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, ToolCall, ToolSpec
 from treadle.agent_loop.user_calls import end_if_cancelled
 from treadle.tracing import Metric, Reduce, SpanHandle, span
 
@@ -160,8 +161,9 @@ class Toolbox:
 
     async def _open(self, name: str) -> None:
         with _named(name), boundary(ToolError, f"tool {name!r} could not be opened"):
-            async with asyncio.timeout(self._limits.tool_timeout_s):
-                self._sessions[name] = await self._end(name, self._tools[name].open(self._task))
+            async with TurningLimit(self._limits.tool_timeout_s) as limit:
+                opening = limit.own(self._tools[name].open(self._task))
+                self._sessions[name] = await self._end(name, opening)
 
     async def _answer(self, request: ToolCall | MalformedCall) -> tuple[Message, ToolResult]:
         if isinstance(request, MalformedCall):
@@ -201,19 +203,20 @@ class Toolbox:
 
     async def _result(self, call: ToolCall, session: ToolSession, trace: SpanHandle) -> ToolResult:
         limit_s = self._limits.tool_timeout_s
-        timeout = asyncio.timeout(limit_s)
+        limit = TurningLimit(limit_s)
         try:
             with _named(call.name), boundary(ToolError, f"tool {call.name!r}"):
                 try:
-                    async with timeout:
-                        work = session.call(call.arguments)
-                        return _checked(await self._end(call.name, work))
+                    async with limit:
+                        work = limit.own(session.call(call.arguments))
+                        result = await self._end(call.name, work)
+                    return _checked(result)
                 except ToolFailure as failure:
                     self._counts["failures"] += 1
                     trace.set(failure=str(failure))
-                    return _failed(call, str(failure))
+                    return _failed(call, str(failure), failure.images)
         except ToolError:
-            if not timeout.expired():
+            if not limit.expired:
                 raise
             self._counts["timeouts"] += 1
             trace.set(failure="timeout")
@@ -259,8 +262,10 @@ def _output(result: ToolResult) -> dict[str, object]:
     return output
 
 
-def _failed(call: ToolCall, reason: str) -> ToolResult:
-    return ToolResult(content=f"Error executing tool '{call.name}': {reason}")
+def _failed(call: ToolCall, reason: str, images: tuple[Image, ...] = ()) -> ToolResult:
+    # A mark in the reason does not stand for an image.
+    reason = reason.replace(IMAGE_MARK, " ") if images else reason
+    return ToolResult(content=f"Error executing tool '{call.name}': {reason}", images=images)
 
 
 def _malformed_text(bad: MalformedCall) -> str:

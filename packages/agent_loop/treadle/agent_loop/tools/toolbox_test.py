@@ -2,20 +2,25 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Self
 
 import pytest
 
 from treadle.agent_loop import (
     AgentTask,
+    Image,
     LoopLimits,
     Message,
     ToolCall,
     ToolError,
+    ToolFailure,
     ToolResult,
     ToolSpec,
+    turning_limit,
     user_calls,
 )
 from treadle.agent_loop.testing import ByteRenderer
@@ -78,6 +83,7 @@ def call(name: str = "lookup") -> ToolCall:
         ("text", r"TypeError: call\(\) must return a ToolResult, got 'text'"),
         (ConnectionError("sandbox is down"), "ConnectionError: sandbox is down"),
         (TimeoutError("its own"), "TimeoutError: its own"),
+        (RuntimeError("a \x1b]0;PWN\x07"), r"RuntimeError: a \\x1b\]0;PWN\\x07"),
         (asyncio.CancelledError(), "CancelledError, though nobody cancelled it"),
     ],
 )
@@ -194,3 +200,47 @@ async def test_a_tool_that_calls_exit_is_an_error_of_the_tool() -> None:
     async with toolbox(ExitingTool("a", ToolResult(content="a"))) as box:
         with pytest.raises(ToolError, match="tool 'a': SystemExit: 0"):
             await box.run([call("a")])
+
+
+def _later(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+class BlockingTool(BareTool):
+    """Holds the event loop for longer than the limit, as a `requests.get` may."""
+
+    async def call(self, arguments: Mapping[str, object]) -> ToolResult:
+        let_pass(90.0)
+        turning_limit._now = partial(_later, 90.0)
+        return ToolResult(content="late")
+
+
+@pytest.mark.asyncio
+async def test_a_tool_that_blocks_times_out_none_of_its_neighbours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Found by a user: the one that raises and the quick ones were told of a time limit."""
+    monkeypatch.setattr(turning_limit, "_now", time.monotonic)  # Also restored at the end.
+    quick, broken = BareTool("a", ToolResult(content="a")), BareTool("c", KeyError("number"))
+    async with toolbox(quick, BlockingTool("b"), broken) as box:
+        quick_, blocking, broken_ = await asyncio.gather(
+            *(box.run([call(name)]) for name in "abc"), return_exceptions=True
+        )
+        assert not isinstance(quick_, BaseException)
+        assert not isinstance(blocking, BaseException)
+        assert quick_[0].message.content == "a"
+        assert "it did not end within 60 s" in blocking[0].message.content
+        assert str(broken_).startswith("tool 'c': KeyError: 'number'")
+
+
+@pytest.mark.asyncio
+async def test_a_failure_shows_its_images_and_says_something() -> None:
+    image = Image(data=b"p", mime="image/png")
+    tools = (
+        BareTool("a", ToolFailure("no <image>", images=(image,))),
+        BareTool("b", ToolFailure("")),
+    )
+    async with toolbox(*tools) as box:
+        a, b = (answer.message for answer in await box.run([call("a"), call("b")]))
+    assert (a.content, a.images) == ("Error executing tool 'a': no  ", (image,))
+    assert b.content == "Error executing tool 'b': it failed and gave no reason"

@@ -22,6 +22,7 @@ Shape suffixes: N trajectories, S samples, T sampled tokens of all samples.
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -313,8 +314,21 @@ def maxrl(outcomes: Outcomes) -> Floats:
 def _in_groups(outcomes: Outcomes, of_group: Callable[[list[float]], list[float]]) -> Floats:
     advantages_N = np.zeros(len(outcomes.rewards_N))
     for members in outcomes.members():
-        advantages_N[members] = of_group(outcomes.rewards_N[members].tolist())
+        advantages_N[members] = of_group(without_noise(outcomes.rewards_N[members].tolist()))
     return advantages_N
+
+
+def without_noise(rewards: Sequence[float]) -> list[float]:
+    """Returns the rewards of a group, equal where only rounding tells them apart.
+
+    Sums of a reward's parts in another order differ in the last bits: 0.1 + 0.2 is not 0.3. The
+    least of the values that are within 1e-9 of each other, relatively, stands for all of them.
+    """
+    known: list[float] = []
+    for reward in sorted(rewards):
+        if not known or not math.isclose(reward, known[-1], rel_tol=1e-9, abs_tol=1e-12):
+            known.append(reward)
+    return [known[bisect.bisect_right(known, reward) - 1] for reward in rewards]
 
 
 def _returns(rewards_T: Floats, tokens_S: Integers, gamma: float) -> Floats:

@@ -11,19 +11,14 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from treadle.policy.client.hf_files import ADAPTER, INDEX, SINGLE
+from treadle.policy.client.hf_files import INDEX, QUANTISED_KEYS, SINGLE, copy_files
 from treadle.policy.client.types import NamedTensor
-
-_NOT_COPIED: Final = (
-    *("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "*.pt"),
-    ADAPTER,  # of the run that made the folder; it is in these weights already
-)
 
 
 class WeightsReader:
@@ -90,8 +85,8 @@ def write_folder(
     Args:
         tensors: All weights, under their Hugging Face names, of one element type.
         folder: Must not exist.
-        like: A model folder whose config, tokenizer and chat template are copied; the config
-            gets the element type of the weights.
+        like: A model folder whose `MODEL_FILES` are copied; the config gets the element type of
+            the weights.
         shard_bytes: Maximum size of a file, unless one tensor is larger.
         beside: Writes more files into the folder that it is given, which is renamed afterwards.
 
@@ -104,9 +99,9 @@ def write_folder(
     building = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(building, ignore_errors=True)
     try:
-        shutil.copytree(like, building, ignore=shutil.ignore_patterns(*_NOT_COPIED))
+        copy_files(like, building)
         element_types = _write_shards(tensors, building, shard_bytes)
-        _write_element_type(building / "config.json", element_types)
+        _describe_weights(building / "config.json", element_types)
         if beside is not None:
             beside(building)
         building.rename(folder)
@@ -115,9 +110,12 @@ def write_folder(
         raise
 
 
-def _write_element_type(config_file: Path, element_types: Set[str]) -> None:
+def _describe_weights(config_file: Path, element_types: Set[str]) -> None:
     """Writes the type of the weights into config.json: loaders convert weights to it."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
+    for section in (config, config.get("text_config") or {}):
+        for key in QUANTISED_KEYS:
+            section.pop(key, None)  # what is written is whole
     (element_type,) = element_types
     # transformers 5 writes `dtype`; before, and for other loaders, it was `torch_dtype`.
     for key in ("dtype", "torch_dtype"):

@@ -20,7 +20,8 @@ def named() -> Iterator[NamedTensor]:
 def like(tmp_path: Path) -> Path:
     folder = tmp_path / "like"
     folder.mkdir()
-    (folder / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    config = {"torch_dtype": "bfloat16", "quantization_config": {"quant_method": "fp8"}}
+    (folder / "config.json").write_text(json.dumps(config))
     (folder / "model.safetensors").write_bytes(b"the old weights")
     return folder
 
@@ -46,6 +47,32 @@ def test_what_is_written_is_read(tmp_path: Path, like: Path, shard_bytes: int) -
             "b.bias": "model-00002.safetensors",
         }
         assert index["metadata"] == {"total_size": 44}
+
+
+MODEL = (
+    *("chat_template.jinja", "additional_chat_templates/tool.jinja", "config.json", "LICENSE"),
+    *("generation_config.json", "merges.txt", "modeling_own.py", "preprocessor_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json"),
+)
+OTHERS = (
+    *("original/consolidated.00.pth", "consolidated.safetensors", "tf_model.h5", "model.onnx"),
+    *("pytorch_model.bin.index.json", "model.safetensors.index.json.bak", "training_args.bin"),
+    *(".gitattributes", ".git/big.pack", "checkpoint-5/config.json", "README.md", "notes.txt"),
+    *("adapter/adapter_config.json", "runs/a/checkpoints/step-1.partial/policy/config.json"),
+)
+
+
+def test_only_the_files_of_a_model_are_taken_over(tmp_path: Path, like: Path) -> None:
+    for name in (*MODEL, *OTHERS):
+        (like / name).parent.mkdir(parents=True, exist_ok=True)
+        (like / name).write_text("{}")
+    (like / "vocab.json").unlink()
+    (like / "vocab.json").symlink_to(like / "notes.txt")  # as in the Hub's cache
+    folder = like / "runs/a/checkpoints/step-1.partial/hf"  # below what it is copied from
+    write_folder(named(), folder, like=like)
+    written = {str(p.relative_to(folder)) for p in folder.rglob("*") if not p.is_dir()}
+    assert written == {*MODEL, "model.safetensors"}
+    assert not (folder / "vocab.json").is_symlink()
 
 
 def test_a_folder_that_could_not_be_finished_is_not_there(tmp_path: Path, like: Path) -> None:

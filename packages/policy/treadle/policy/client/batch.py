@@ -15,11 +15,23 @@ from typing import TYPE_CHECKING, assert_never
 
 import numpy as np
 
+from treadle.policy.client.types import LOGPROB_FIELDS
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import LossAggregation, TrainSequence
+
+
+def check_optional_fields(sequences: Sequence[TrainSequence]) -> None:
+    """Raises `ValueError` if only some sequences have `selected` or an optional log-probability."""
+    for name in (*LOGPROB_FIELDS, "selected"):
+        having = sum(getattr(sequence, name) is not None for sequence in sequences)
+        if having not in (0, len(sequences)):
+            raise ValueError(
+                f"{having} of {len(sequences)} sequences have {name}; give all or none"
+            )
 
 
 def token_weights(

@@ -24,7 +24,7 @@ from grpc_status import rpc_status
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc.driven import DrivenAccess
 from treadle.policy.backends.megatron.prefixes.plan import mode_on
-from treadle.policy.client.methods import METHODS, method_of, verb
+from treadle.policy.client.methods import METHODS, Method, method_of, verb
 from treadle.policy.client.process import (
     RankProcess,
     RankProgram,
@@ -112,7 +112,7 @@ class _Rank:
                     await send_shard(self.channel, encoded, self.metadata)
             return cast(Message, await call)
         except grpc.aio.AioRpcError as error:
-            return _failure(error)
+            return _failure(error, method)
         finally:
             call.cancel()
 
@@ -198,7 +198,7 @@ class PolicyGroup:
     async def _start(self) -> None:
         size = self._config.parallel.num_ranks
         self._ranks = await concurrently(self._start_rank(number) for number in range(size))
-        self._check(await self.call(rank_pb.GetPolicyInfoRequest()))
+        self._check(await self.call(rank_pb.GetPolicyInfoRequest(backend=self._config.backend)))
         rendezvous = ""
         if size > 1:
             asked = [rank_pb.OpenRendezvousRequest()] + [None] * (size - 1)
@@ -207,7 +207,7 @@ class PolicyGroup:
         await self._exchange(
             [
                 rank_pb.InitializeRequest(
-                    policy=to_json(self._config),
+                    policy=to_json(self._config.model_copy(update={"command": ()})),
                     critic=None if self._critic is None else to_json(self._critic),
                     model_path=str(self._model_path),
                     with_reference=self._with_reference,
@@ -259,7 +259,12 @@ class PolicyGroup:
     async def _start_rank(self, number: int) -> _Rank:
         access = self._access
         process = await self._start_process(
-            RankProgram(number=number, args=access.arguments, env=access.environment)
+            RankProgram(
+                number=number,
+                command=self._config.command,
+                args=access.arguments,
+                env=access.environment,
+            )
         )
         address = await process.ready(self._start_deadline_s)
         return await self._connect(number, process, address)
@@ -294,6 +299,8 @@ class PolicyGroup:
             await channel.close()
             if not isinstance(error, grpc.aio.AioRpcError | TimeoutError):
                 raise
+            if isinstance(error, grpc.aio.AioRpcError) and _is_unserved(error):
+                raise PolicyError(_unserved(method), from_input=True) from error
             if await wait_until_ended(process, _GRACE_S) is not None:
                 raise await self._lost(number, process) from error
             told = error.details() if isinstance(error, grpc.aio.AioRpcError) else "TimeoutError"
@@ -495,7 +502,7 @@ async def send_shard(
     await send(shard.messages(), metadata=metadata)
 
 
-def _failure(error: grpc.aio.AioRpcError) -> errors_pb2.RankFailure | _Lost:
+def _failure(error: grpc.aio.AioRpcError, method: Method) -> errors_pb2.RankFailure | _Lost:
     """Returns why a call failed."""
     failure = errors_pb2.RankFailure()
     status = rpc_status.from_call(error)
@@ -506,7 +513,21 @@ def _failure(error: grpc.aio.AioRpcError) -> errors_pb2.RankFailure | _Lost:
         return _Lost()
     failure.kind = errors_pb2.FAILURE_KIND_BUG
     failure.message = f"{error.code().name}: {error.details()}"
+    if _is_unserved(error):
+        failure.kind = errors_pb2.FAILURE_KIND_INPUT
+        failure.message = f"UNIMPLEMENTED: {_unserved(method)}"
     return failure
+
+
+def _is_unserved(error: grpc.aio.AioRpcError) -> bool:
+    return bool(error.code() is grpc.StatusCode.UNIMPLEMENTED)
+
+
+def _unserved(method: Method) -> str:
+    return (
+        f"the policy's ranks do not serve {method.path}: they are of another release than the "
+        "trainer; install its treadle-policy where policy.command starts them"
+    )
 
 
 def _one_line(message: Message) -> str:

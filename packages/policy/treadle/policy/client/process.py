@@ -42,11 +42,14 @@ class RankProgram:
 
     Attributes:
         number: The rank, from 0.
+        command: What takes the place of `python -m treadle.policy.rank`, in another environment;
+            empty: nothing does.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
         env: Additional environment variables.
     """
 
     number: int
+    command: tuple[str, ...]
     args: tuple[str, ...]
     env: Mapping[str, str]
 

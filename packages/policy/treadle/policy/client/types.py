@@ -220,15 +220,11 @@ class TokenValues:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepStats:
-    """The result of one `train_step`; equal on every rank.
+class LossStats:
+    """The result of one `forward_backward`; equal on every rank.
 
     Attributes:
-        step: Optimizer steps taken so far, including this one; a skipped step counts.
         loss: The aggregated loss.
-        grad_norm: Before clipping; non-finite exactly when `skipped`.
-        skipped: The gradient was not finite, so parameters and optimizer state are unchanged.
-        learning_rate: Of this step.
         num_sequences: Number of sequences in the batch.
         num_computed: Sequences that went through the model; the others had no gradient to give.
         num_tokens: Tokens of the sequences that went through the model.
@@ -239,14 +235,10 @@ class StepStats:
         time_s: Duration.
         metrics: Means over the loss tokens that were computed, by the name they are logged under;
             `moe/...` over all rows that were computed.
-        tokens: What the step computed of each loss token, if it was asked to keep it.
+        tokens: Log-probability and entropy of each loss token, with `keep_tokens`.
     """
 
-    step: int
     loss: float
-    grad_norm: float
-    skipped: bool
-    learning_rate: float
     num_sequences: int
     num_computed: int
     num_tokens: int
@@ -256,6 +248,32 @@ class StepStats:
     time_s: float
     metrics: Mapping[str, float] = field(default_factory=dict)
     tokens: TokenValues | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStats:
+    """The result of one `optimizer_step`; equal on every rank.
+
+    Attributes:
+        step: Optimizer steps taken so far, including this one; a skipped step counts.
+        grad_norm: Before clipping; non-finite exactly when `skipped`.
+        skipped: The gradient was not finite, so parameters and optimizer state are unchanged.
+    """
+
+    step: int
+    grad_norm: float
+    skipped: bool
+    learning_rate: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStats(LossStats):
+    """The result of one `train_step`; see `LossStats` and `OptimizerStats`."""
+
+    step: int
+    grad_norm: float
+    skipped: bool
+    learning_rate: float
 
 
 # --- weights -------------------------------------------------------------------------------------

@@ -2,7 +2,9 @@
 
 from typing import Literal
 
-__all__ = ["ElementType", "LossAggregation", "SharePrefixes"]
+__all__ = ["BackendName", "ElementType", "LossAggregation", "SharePrefixes"]
+
+BackendName = Literal["megatron", "fake"]
 
 ElementType = Literal["float32", "bfloat16"]
 

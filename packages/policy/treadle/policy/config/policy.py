@@ -6,12 +6,13 @@ model's sizes, which `treadle.policy.backends.megatron.model` checks.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.policy.config.choices import ElementType, SharePrefixes
+from treadle.policy.config.choices import BackendName, ElementType, SharePrefixes
 
 
 class ParallelConfig(BaseModel):
@@ -102,6 +103,20 @@ class OptimizerConfig(BaseModel):
     grad_clip: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient over all parameters; a larger gradient is scaled down."""
 
+    def learning_rate(self, step: int) -> float:
+        """Returns the learning rate of optimizer step `step`, the first being 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        assert self.decay_steps is not None  # other schedules without it are refused
+        span = self.decay_steps - self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        remaining = 1.0 - progress
+        if self.schedule == "cosine":
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.min_lr + (self.lr - self.min_lr) * remaining
+
     @model_validator(mode="after")
     def _schedule_is_complete(self) -> Self:
         if self.schedule == "constant":
@@ -170,8 +185,8 @@ class MoeConfig(BaseModel):
     reinforcement learning. `router_aux_loss_coef` of the model's config.json is not read."""
     routing_replay: bool = False
     """Send each token to the experts that the rollout engine chose for it, in the log-probabilities
-    and in the update (R3, arXiv:2510.11370). The engine must report them: rollout.name=torch does.
-    The reference chooses its own."""
+    and in the update (R3, arXiv:2510.11370). The engine must report them: torch, vllm and sglang
+    do. The reference chooses its own."""
 
 
 class OffloadConfig(BaseModel):
@@ -201,6 +216,13 @@ class PolicyConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    backend: BackendName = "megatron"
+    """What computes the policy. megatron: Megatron-core. fake: a model without its layers, in one
+    process, for trying out everything around a policy; it starts in a moment and learns little."""
+    command: tuple[str, ...] = ()
+    """Program and leading arguments that start a rank in an environment of its own, with another
+    Python and another torch, such as /opt/policy/bin/treadle-policy-rank; the rank does not see the
+    trainer's Python. With Ray it must be on every node. Empty: the trainer's interpreter."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes, and how they share the model."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -16,17 +16,25 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final, cast, get_args
 
 from google.protobuf.message import Message
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.rpc.driven import start_driven
-from treadle.policy.backend import CheckpointError
+from treadle.policy.backend import (
+    CheckpointError,
+    CriticBackend,
+    Frame,
+    PolicyBackend,
+    Rendezvous,
+)
+from treadle.policy.backends import registry
 from treadle.policy.client.methods import verb
 from treadle.policy.client.shards import decode
 from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.choices import BackendName
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
@@ -39,8 +47,6 @@ from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 
 if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.weight_sync.delta import DeltaSender
     from treadle.policy.weight_sync.transports.collective import CollectiveSender
     from treadle.policy.weight_sync.transports.shared_memory import SharedMemorySender
@@ -67,6 +73,10 @@ _CAUSES: Final[Mapping[str, RankCause]] = {
 """What the time of a request goes to, unless a part of it says otherwise; else to weights."""
 
 
+_LIBRARIES: Final = {"megatron": "megatron-core"}
+"""The library whose version is that of a backend; else that of this package."""
+
+
 class PolicyRank:
     """Executes requests. Holds the policy once it is built."""
 
@@ -74,8 +84,8 @@ class PolicyRank:
         self._host = host
         self._rank = 0
         self._listener: socket.socket | None = None
-        self._policy: MegatronPolicy | None = None
-        self._critic: MegatronCritic | None = None
+        self._policy: PolicyBackend | None = None
+        self._critic: CriticBackend | None = None
         self._sender: SharedMemorySender | None = None
         self._collective: CollectiveSender | None = None
         self._delta: DeltaSender | None = None
@@ -90,20 +100,20 @@ class PolicyRank:
 
     def receive(self, batch: int, take: Callable[[int], Received]) -> tuple[TrainSequence, ...]:
         """Returns the sequences of a batch; collective over the ranks that share them."""
-        world = self._built.world
-        head = memory = None
-        if world.leads:
-            shard, memory = take(batch)
-            head = shard.SerializeToString()
-        head, memory = world.share(head), world.share(memory)
+        policy = self._built
+        own: tuple[Frame | None, Frame | None] = None, None
+        if policy.leads:
+            shard, values = take(batch)
+            own = shard.SerializeToString(), values
+        head, memory = (policy.share(part) for part in own)
         return decode(pb.Shard.FromString(bytes(head)), memory)
 
     @property
-    def _built(self) -> "MegatronPolicy":
+    def _built(self) -> PolicyBackend:
         assert self._policy is not None, "Initialize comes first"
         return self._policy
 
-    def _models(self) -> "Iterator[MegatronPolicy | MegatronCritic]":
+    def _models(self) -> "Iterator[PolicyBackend | CriticBackend]":
         if self._policy is not None:
             yield self._policy
         if self._critic is not None:
@@ -112,7 +122,7 @@ class PolicyRank:
     def _execute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
         match request:
             case rank_pb.GetPolicyInfoRequest():
-                return _info()
+                return _info(request.backend)
             case rank_pb.OpenRendezvousRequest():
                 self._listener = socket.create_server((self._host, 0))
                 address = f"{self._host}:{self._listener.getsockname()[1]}"
@@ -152,7 +162,7 @@ class PolicyRank:
         return self._send_weights(request)
 
     @property
-    def _built_critic(self) -> "MegatronCritic":
+    def _built_critic(self) -> CriticBackend:
         assert self._critic is not None, "Initialize has built it"
         return self._critic
 
@@ -243,45 +253,37 @@ class PolicyRank:
         return self._delta
 
     def _collective_sender(self) -> "CollectiveSender":
-        from treadle.policy.backends.megatron.device import device
         from treadle.policy.weight_sync.transports.collective import CollectiveSender
 
         if self._collective is None:
-            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device())
+            device = self._built.device
+            self._collective = CollectiveSender(rank=self._rank, host=self._host, device=device)
         return self._collective
 
     def _build(self, request: rank_pb.InitializeRequest) -> rank_pb.InitializeResponse:
-        # Megatron imports it where it is installed, and it then makes temporary directories which a
-        # killed process leaves behind.
-        with _hidden("wandb"), _uncollected():
-            from treadle.policy.backends.megatron.backend import MegatronPolicy
-            from treadle.policy.backends.megatron.parallel import Rendezvous
-
         self._rank = request.rank
-        config, model_path = from_json(PolicyConfig, request.policy), Path(request.model_path)
+        config = from_json(PolicyConfig, request.policy)
         host, _, port = request.rendezvous.rpartition(":")
-        self._policy = MegatronPolicy(
-            config,
-            model_path,
-            Rendezvous(
-                rank=request.rank,
-                world_size=request.world_size,
-                master_addr=host or "127.0.0.1",
-                master_port=int(port or 0),
-                listener=self._listener.detach() if self._listener is not None else None,
-                local_rank=request.local_rank,
-                timeout_s=config.collective_timeout_s,
-            ),
-            keep_reference=request.with_reference,
-            reference_path=(
-                Path(request.reference_path) if request.HasField("reference_path") else None
-            ),
-        )
+        with _uncollected():
+            self._policy = registry.build(
+                config,
+                Path(request.model_path),
+                Rendezvous(
+                    rank=request.rank,
+                    world_size=request.world_size,
+                    master_addr=host or "127.0.0.1",
+                    master_port=int(port or 0),
+                    listener=self._listener.detach() if self._listener is not None else None,
+                    local_rank=request.local_rank,
+                    timeout_s=config.collective_timeout_s,
+                ),
+                keep_reference=request.with_reference,
+                reference_path=(
+                    Path(request.reference_path) if request.HasField("reference_path") else None
+                ),
+            )
         if request.HasField("critic"):
-            from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-
-            critic = from_json(CriticConfig, request.critic)
-            self._critic = MegatronCritic(self._policy, critic, config, model_path)
+            self._critic = self._policy.make_critic(from_json(CriticConfig, request.critic))
         return rank_pb.InitializeResponse()
 
     def _offload_report(self) -> rank_pb.ReportOffloadResponse:
@@ -294,22 +296,35 @@ class PolicyRank:
         return response
 
 
-def _info() -> rank_pb.GetPolicyInfoResponse:
+def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
+    """Returns what a rank here can do.
+
+    Raises:
+        SetupError: It does not have the backend.
+    """
+    known = get_args(BackendName)
+    if backend not in known:
+        raise SetupError(
+            f"this rank, of treadle-policy {_version('treadle-policy')}, has no backend "
+            f"{backend!r} (policy.backend), only {', '.join(known)}: start it in an environment "
+            "with a newer treadle-policy (policy.command)"
+        )
+    can = registry.describe(cast(BackendName, backend)).capabilities
     return rank_pb.GetPolicyInfoResponse(
         treadle_version=_version("treadle-policy"),
-        backend="megatron",
-        backend_version=_version("megatron-core"),
+        backend=backend,
+        backend_version=_version(_LIBRARIES.get(backend, "treadle-policy")),
         python_version=platform.python_version(),
         torch_version=_version("torch"),
         capabilities=rank_pb.Capabilities(
             reference=True,
-            critic=True,
-            lora=True,
-            offload=True,
-            routing_replay=True,
-            tensor_parallel=True,
-            pipeline_parallel=True,
-            context_parallel=True,
+            critic=can.critic,
+            lora=can.lora,
+            offload=can.offload,
+            routing_replay=can.routing_replay,
+            tensor_parallel="tensor" in can.parallel,
+            pipeline_parallel="pipeline" in can.parallel,
+            context_parallel="context" in can.parallel,
         ),
     )
 
@@ -319,19 +334,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "source"
-
-
-@contextlib.contextmanager
-def _hidden(module: str) -> Iterator[None]:
-    """Lets a module look like one that is not installed, unless it is imported already."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[module]
 
 
 @contextlib.contextmanager
@@ -400,8 +402,20 @@ def _raised_by_communication(error: Exception) -> bool:
     return type(error) is RuntimeError and module.startswith(_COMMUNICATING)
 
 
-def main(argv: Sequence[str]) -> int:
+def _print_versions() -> int:
+    from treadle.policy.backends.megatron import device
+
+    device.install()  # raises where a rank could not start
+    found = (f"{name} {_version(name)}" for name in ("treadle-policy", "megatron-core", "torch"))
+    sys.stdout.write(f"{', '.join(found)}, Python {platform.python_version()}\n")
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Serves one driver; returns exit status 0 if no request failed."""
-    program = start_driven(argv, module="treadle.policy.rank")
+    words = sys.argv[1:] if argv is None else argv
+    if words == ["--version"]:
+        return _print_versions()
+    program = start_driven(words, module="treadle.policy.rank")
     with RankServer(program) as server:
         return 0 if serve(server, PolicyRank(program.host)) else 1

@@ -1,9 +1,10 @@
+import re
 import socket
 from typing import Any
 
 import pytest
 
-from treadle.policy.rank.rank import PolicyRank, _kind
+from treadle.policy.rank.rank import PolicyRank, _kind, main
 from treadle.policy.v1.errors_pb2 import FailureKind
 from treadle.policy.v1.rank_service_pb2 import OpenRendezvousRequest
 from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
@@ -14,6 +15,14 @@ def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
     host, _, port = rank.execute(OpenRendezvousRequest()).address.rpartition(":")
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, int(port)))
+
+
+def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert re.fullmatch(
+        r"treadle-policy \S+, megatron 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
+        capsys.readouterr().out,
+    )
 
 
 def _raised_in(module: str, error: Exception) -> Exception:

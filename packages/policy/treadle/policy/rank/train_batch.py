@@ -11,7 +11,7 @@ The critic learns from the same mini-batches.
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,12 @@ from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.kl import kl_penalty
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
-from treadle.policy.backend import PolicyBackend
+from treadle.policy.backend import CriticBackend, PolicyBackend
 from treadle.policy.client.batch import cut, of_loss_tokens
 from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.rank_time import spent_on
 from treadle.policy.v1 import training_service_pb2 as pb
-
-if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 
 __all__ = [
     "at_loss_tokens",
@@ -144,7 +141,7 @@ def measure_reference(
 
 
 def run_critic_update(
-    critic: "MegatronCritic",
+    critic: CriticBackend,
     sequences: Sequence[TrainSequence],
     algorithm: AlgorithmConfig,
     *,
@@ -188,7 +185,7 @@ def at_loss_tokens(sequences: Sequence[TrainSequence], values: Sequence[FloatArr
     return np.concatenate(found).tobytes()
 
 
-def _not_finite_critic(critic: "MegatronCritic", sequences: Sequence[TrainSequence]) -> str | None:
+def _not_finite_critic(critic: CriticBackend, sequences: Sequence[TrainSequence]) -> str | None:
     """Returns what of a critic is not finite; see `not_finite`."""
     if not critic.weights_are_finite():
         return "a critic with weights that are not finite"

@@ -1,21 +1,19 @@
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from treadle.agent_loop import BoolArray, FloatArray
 from treadle.policy.backend import LossFn
+from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import cut, of_loss_tokens
 from treadle.policy.client.types import (
     LossAggregation,
-    NamedTensor,
-    StepStats,
-    TensorSpec,
+    LossStats,
+    OptimizerStats,
     TokenValues,
     TrainSequence,
 )
@@ -23,13 +21,12 @@ from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
 
 
-class _Policy:
+class _Policy(FakePolicy):
     """Records its calls; its log-probabilities are -1, the reference's -2."""
-
-    step = 0
 
     def __init__(self, *, weight: float = 1.0, logprob: float = -1.0) -> None:
         self.weight, self.logprob = weight, logprob
+        self._step = 0
         self.trained: list[Sequence[TrainSequence]] = []
         self.temperatures: set[float] = set()
 
@@ -45,10 +42,7 @@ class _Policy:
         self.temperatures.add(temperature)
         return [FloatArray((-2.0,) * len(sequence.ids)) for sequence in sequences]
 
-    def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
-        return values_M
-
-    def train_step(
+    def forward_backward(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -57,17 +51,13 @@ class _Policy:
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> StepStats:
+    ) -> LossStats:
         self.temperatures.add(temperature)
         self.trained.append(sequences)
         number = len(self.trained)
         values_M = np.full(sum(s.num_loss_tokens for s in sequences), -10.0 * number, np.float32)
-        return StepStats(
-            step=len(self.trained),
+        return LossStats(
             loss=0.0,
-            grad_norm=0.0,
-            skipped=False,
-            learning_rate=0.0,
             num_sequences=len(sequences),
             num_computed=len(sequences),
             num_tokens=0,
@@ -78,26 +68,13 @@ class _Policy:
             tokens=TokenValues(logprobs_M=values_M, entropy_M=-values_M) if keep_tokens else None,
         )
 
+    def optimizer_step(self) -> OptimizerStats:
+        return OptimizerStats(
+            step=len(self.trained), grad_norm=0.0, skipped=False, learning_rate=0.0
+        )
+
     def weights_are_finite(self) -> bool:
         return math.isfinite(self.weight)
-
-    def weight_specs(self) -> tuple[TensorSpec, ...]:
-        raise NotImplementedError
-
-    def export_weights(self) -> Iterator[NamedTensor]:
-        raise NotImplementedError
-
-    def save(self, directory: Path) -> None:
-        raise NotImplementedError
-
-    def save_hf(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def save_adapter(self, folder: Path) -> None:
-        raise NotImplementedError
-
-    def load(self, directory: Path) -> None:
-        raise NotImplementedError
 
 
 _SEQUENCES = tuple(

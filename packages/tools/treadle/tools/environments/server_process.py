@@ -1,8 +1,8 @@
 """A server of an environment as a process that belongs to a run.
 
 Invariant: it is started by its first user and ended, with all processes that it started, by
-`aclose`, however the run ends. Its output goes to the run's. One that ends by itself, or is not
-reachable in time, is a `SetupError`.
+`aclose`, however the run ends. Its output goes to the run's, as inert text. One that ends by
+itself, or is not reachable in time, is a `SetupError`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.aio import run_shielded
+from treadle.agent_loop.child_output import shown_output
 
 _START_S = 300.0
 _POLL_S = 0.1
@@ -36,6 +37,7 @@ class ServerProcess:
         self._host = parts.hostname or "127.0.0.1"
         self._port = parts.port or (443 if parts.scheme in ("https", "wss") else 80)
         self._process: asyncio.subprocess.Process | None = None
+        self._output = contextlib.AsyncExitStack()
         self._lock = asyncio.Lock()
 
     async def started(self) -> None:
@@ -46,9 +48,14 @@ class ServerProcess:
         """
         async with self._lock:
             if self._process is None:
+                output = await self._output.enter_async_context(shown_output())
                 try:
                     self._process = await asyncio.create_subprocess_exec(
-                        *self._command, stdin=asyncio.subprocess.DEVNULL, start_new_session=True
+                        *self._command,
+                        stdin=asyncio.subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
                     )
                 except OSError as error:
                     raise SetupError(f"{self._command[0]!r} does not start: {error}") from error
@@ -58,8 +65,9 @@ class ServerProcess:
 
     async def aclose(self) -> None:
         """Ends the server: SIGTERM, and SIGKILL five seconds later."""
-        if self._process is not None:
-            await run_shielded(_end(self._process), timeout_s=2 * _GRACE_S)
+        async with self._output:
+            if self._process is not None:
+                await run_shielded(_end(self._process), timeout_s=2 * _GRACE_S)
 
     async def _until_it_listens(self, process: asyncio.subprocess.Process) -> None:
         try:

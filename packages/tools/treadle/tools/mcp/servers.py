@@ -1,7 +1,8 @@
 """The MCP servers of a run: the `mcpServers` file, and how to reach each entry.
 
 Invariant: a server that is started as a process gets only the variables that its entry names, and
-the few that the SDK passes on (PATH, HOME, ...). Unknown keys are errors.
+the few that the SDK passes on (PATH, HOME, ...). What it prints to standard error is shown as inert
+text. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +22,7 @@ from mcp.client.streamable_http import streamable_http_client
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from treadle.agent_loop import SetupError
+from treadle.agent_loop.child_output import shown_output
 
 _CONNECT_S = 30.0
 
@@ -83,7 +86,10 @@ class ServerConfig(BaseModel):
                 command=self.command, args=list(self.args), env=self.env, cwd=self.cwd
             )
             # As a transport: of the parameters alone, mcp makes one from 2.3 on.
-            async with Client(stdio_client(parameters)) as client:
+            async with (
+                shown_output() as output,
+                Client(stdio_client(parameters, errlog=TextIOWrapper(output))) as client,
+            ):
                 yield client
             return
         assert self.url is not None, "an entry has a command or a url"

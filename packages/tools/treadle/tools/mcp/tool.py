@@ -34,6 +34,7 @@ from treadle.agent_loop import (
     ToolResult,
     ToolSpec,
 )
+from treadle.agent_loop.turning_limit import TurningLimit
 from treadle.tools.mcp.connection import Connection, Connections
 
 
@@ -76,13 +77,13 @@ class McpSession:
             ToolFailure: The tool says that it failed or does not answer in time, or the server
                 refuses the arguments.
         """
-        limit = asyncio.timeout(self.tool.timeout_s)
+        limit = TurningLimit(self.tool.timeout_s)
         async with self.tool.places:
             try:
                 async with limit:
                     result = await self.connection.call(self.tool.spec.name, arguments)
             except TimeoutError as error:
-                if not limit.expired():
+                if not limit.expired:
                     raise
                 raise ToolFailure(f"it did not end within {self.tool.timeout_s:g} s") from error
             except MCPError as error:
@@ -91,7 +92,7 @@ class McpSession:
                 raise
         text, images = _read(result)
         if result.is_error:
-            raise ToolFailure(text)
+            raise ToolFailure(text, images=images)
         return ToolResult(content=text, images=images)
 
     async def aclose(self) -> None:

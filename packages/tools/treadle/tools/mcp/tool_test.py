@@ -5,7 +5,7 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -309,3 +309,21 @@ async def test_a_server_over_http_and_its_time_limit() -> None:
         assert (await greeter.call({"name": "Bob"})).content == "Hello, Bob!"
         await greeter.aclose()
         await waiter.aclose()
+
+
+class Refusing:
+    """A connection whose server answers with an error, and shows why."""
+
+    async def call(self, name: str, arguments: Mapping[str, object]) -> CallToolResult:
+        shown = ImageContent(type="image", data="cA==", mime_type="image/png")
+        return CallToolResult(content=[TextContent(type="text", text="no"), shown], is_error=True)
+
+
+@pytest.mark.asyncio
+async def test_an_error_of_a_server_keeps_its_images() -> None:
+    spec = ToolSpec(name="add", description="")
+    tool = McpTool(spec=spec, connections=None, places=asyncio.Semaphore())  # type: ignore[arg-type]
+    session = tool_module.McpSession(tool=tool, connection=Refusing())  # type: ignore[arg-type]
+    with pytest.raises(ToolFailure, match="no") as failed:
+        await session.call({})
+    assert [image.data for image in failed.value.images] == [b"p"]

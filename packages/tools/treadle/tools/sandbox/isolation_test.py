@@ -45,6 +45,7 @@ async def test_no_file_of_the_host_is_there(
         *("/proc/1/root/etc/passwd", f"/proc/{os.getpid()}/environ", "/proc/self/root/etc/passwd"),
         *(
             "/proc/kcore",
+            "/proc/pressure/memory",
             "/proc/kallsyms",
             "/proc/cmdline",
             "/proc/1/mem",
@@ -246,6 +247,8 @@ async def test_links_lead_nowhere(sandbox: LocalSandbox, tmp_path: Path) -> None
         "os.symlink('h', 'h')\n"
         "open('/tmp/outside', 'w').write('x')\n"
         "os.symlink('/tmp/outside', 'i')\n"
+        "open('chain', 'w').write('z')\n"
+        "for n in range(1200): os.symlink(f'n{n - 1}' if n else 'chain', f'n{n}')\n"
         "open('fine', 'w').write('y')\n"
         "os.truncate(os.open('huge', os.O_RDWR | os.O_CREAT), 1 << 40)\n",
         fetch_files=(
@@ -259,9 +262,13 @@ async def test_links_lead_nowhere(sandbox: LocalSandbox, tmp_path: Path) -> None
             "h",
             "i",
             "huge",
+            "n1199",
+            "n20",
             "fine",
         ),
     )
+    assert "RecursionError" not in execution.stderr
+    assert execution.files.pop("n20") == b"z"
     assert execution.files == {"huge": b"", "fine": b"y"}  # it could not be made huge
 
 
@@ -276,22 +283,25 @@ async def test_absolute_paths_to_fetch_are_the_sandboxs(
         sandbox,
         "import os\n"
         "open('/tmp/fine', 'w').write('y')\n"
+        "open('/mnt/fine', 'w').write('z')\n"
         "os.symlink('/proc/self/environ', '/tmp/a')\n"
         "os.symlink('/proc/1/cmdline', '/tmp/b')\n",
         fetch_files=(
+            "/tmp",
             "/tmp/fine",
+            "/mnt/fine",
             "/tmp/a",
             "/tmp/b",
             "/proc/1/environ",
             "/proc/self/maps",
             "/proc/self/fd/0",
             "/dev/random",
-            "/tmp",
             "/no/such",
             str(secret),
         ),
     )
-    assert execution.files == {"/tmp/fine": b"y"}
+    assert execution.stderr == ""
+    assert execution.files == {"/tmp/fine": b"y", "/mnt/fine": b"z"}
 
 
 async def test_a_path_of_the_host_is_one_in_the_sandbox(

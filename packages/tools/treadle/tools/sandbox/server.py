@@ -31,6 +31,7 @@ from treadle.agent_loop.proxy.server import HeadProtocol
 from treadle.tools.sandbox.app import make_app
 from treadle.tools.sandbox.limits import SandboxLimits
 from treadle.tools.sandbox.local import LocalSandbox
+from treadle.tracing.inert import inert, log_inertly
 
 _log = logging.getLogger(__name__)
 _PROGRAM = "python -m treadle.tools.sandbox"
@@ -40,7 +41,7 @@ _GRACE_S = 5
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until told to end; returns the exit code."""
     arguments = _parser().parse_args(argv)
-    logging.basicConfig(level="INFO", format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    log_inertly("INFO")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # one descriptor per waiting client
     try:
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         asyncio.run(_serve(sandbox, arguments))
     except (OSError, SetupError, ValueError) as error:
-        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        sys.stderr.write(inert(f"{_PROGRAM}: {error}\n"))
         return 1
     return 0
 

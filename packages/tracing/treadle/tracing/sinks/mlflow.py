@@ -1,7 +1,8 @@
 """Spans in MLflow, by its own client.
 
-`MLFLOW_TRACKING_URI` says where to, else the database file /tmp/mlruns.db. The experiment is the
-run's project, and is made if there is none. A trace is found by its tags, as `tags.step = '1'`; its
+`MLFLOW_TRACKING_URI` says where to, else a database in the user's own folder (`default_uri`): spans
+hold prompts and answers, and a shared one would show them to others. The experiment is the run's
+project, and is made if there is none. A trace is found by its tags, as `tags.step = '1'`; its
 id is `tr-` and ours. `inputs` and `output` are the span's.
 
 Several processes may write into one SQLite file. A writer makes the tables before its first span,
@@ -22,14 +23,18 @@ from treadle.tracing import FinishedSpan
 from treadle.tracing.finished import INPUTS, OUTPUT
 from treadle.tracing.jsonl import thaw
 
-__all__ = ["DEFAULT_URI", "MlflowWriter", "tracking_uri", "ui_command"]
-
-DEFAULT_URI: Final = "sqlite:////tmp/mlruns.db"
+__all__ = ["MlflowWriter", "default_uri", "tracking_uri", "ui_command"]
 
 _TAGS: Final = ("step", "sample_index", "rollout_n", "validate", "experiment_name")
 """Attributes of a trace's root that are its tags too, as in verl."""
 _LOCK_WAIT_S: Final = 120
 """Maximum time that a writer waits for the others of a SQLite file."""
+
+
+def default_uri() -> str:
+    """Returns the address of the database that is used where nothing else is named."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return f"sqlite:///{Path(state, 'treadle', 'mlruns.db').absolute()}"
 
 
 def tracking_uri() -> str:
@@ -38,11 +43,11 @@ def tracking_uri() -> str:
     Raises:
         ValueError: A directory of files, which takes no spans.
     """
-    uri = os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_URI
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or default_uri()
     if urlsplit(uri).scheme in ("", "file"):
         raise ValueError(
             f"MLFLOW_TRACKING_URI={uri} is a directory, in which MLflow stores no spans: set it to "
-            f"a database as {DEFAULT_URI}, or to a server as http://localhost:5000"
+            f"a database as {default_uri()}, or to a server as http://localhost:5000"
         )
     return uri
 
@@ -51,7 +56,7 @@ def ui_command(uri: str) -> str | None:
     """Returns the command that shows the traces; None: the server at `uri` does."""
     if urlsplit(uri).scheme in ("http", "https", "databricks"):
         return None
-    return f"mlflow ui -h 0.0.0.0 -p 5000 --backend-store-uri {uri}"
+    return f"mlflow ui -h 127.0.0.1 -p 5000 --backend-store-uri {uri}"
 
 
 class MlflowWriter:
@@ -128,7 +133,7 @@ def _alone(uri: str) -> Iterator[None]:
         yield
         return
     path = Path(f"{file}.lock")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

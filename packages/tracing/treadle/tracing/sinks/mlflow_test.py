@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from treadle.tracing import SpanError
-from treadle.tracing.sinks.mlflow import DEFAULT_URI, MlflowWriter, tracking_uri, ui_command
+from treadle.tracing.sinks.mlflow import MlflowWriter, _alone, tracking_uri, ui_command
 from treadle.tracing.sinks.testing import child_environment, make_span, make_trace
 
 pytestmark = pytest.mark.timeout(180)
@@ -106,12 +106,17 @@ def test_four_processes_write_at_once_and_lose_nothing(uri: str) -> None:
     assert all(len(trace.data.spans) == 4 for trace in found)
 
 
-def test_where_the_traces_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_traces_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    assert tracking_uri() == DEFAULT_URI == "sqlite:////tmp/mlruns.db"
-    assert ui_command(DEFAULT_URI) == (
-        "mlflow ui -h 0.0.0.0 -p 5000 --backend-store-uri sqlite:////tmp/mlruns.db"
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert tracking_uri() == f"sqlite:///{tmp_path}/treadle/mlruns.db"
+    assert ui_command(tracking_uri()) == (
+        f"mlflow ui -h 127.0.0.1 -p 5000 --backend-store-uri {tracking_uri()}"
     )
+    with _alone(tracking_uri()):
+        assert (tmp_path / "treadle").stat().st_mode & 0o777 == 0o700
+    monkeypatch.delenv("XDG_STATE_HOME")
+    assert tracking_uri() == f"sqlite:///{Path.home()}/.local/state/treadle/mlruns.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
     assert ui_command(tracking_uri()) is None
 

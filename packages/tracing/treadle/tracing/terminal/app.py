@@ -31,8 +31,8 @@ from textual.widgets import (
 from textual.widgets.option_list import Option
 from textual_plotext import PlotextPlot
 
+from treadle.tracing.inert import inert
 from treadle.tracing.terminal.conversation import ConversationScreen
-from treadle.tracing.terminal.inert import inert
 from treadle.tracing.terminal.run_files import Curves, JsonLines, read_curves
 from treadle.tracing.trajectories import Filter, FilterError, TrajectoryFiles
 from treadle.tracing.trajectories.run_directories import METRICS, name_runs

@@ -16,7 +16,7 @@ from textual.containers import VerticalScroll
 from textual.screen import Screen
 from textual.widgets import Footer, Static
 
-from treadle.tracing.terminal.inert import inert
+from treadle.tracing.inert import inert
 
 __all__ = ["ConversationScreen", "conversation"]
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from textual.coordinate import Coordinate
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, OptionList, Static
@@ -20,7 +18,6 @@ from textual_plotext import PlotextPlot
 from treadle.tracing.terminal import app as app_module
 from treadle.tracing.terminal.app import RunApp
 from treadle.tracing.terminal.conversation import ConversationScreen, conversation
-from treadle.tracing.terminal.inert import inert
 from treadle.tracing.terminal.run_files import JsonLines, read_curves
 from treadle.tracing.trajectories.run_directories import NotARunError
 from treadle.tracing.trajectories.testing import make_row, write_run
@@ -237,18 +234,6 @@ def test_what_a_model_wrote_is_inert() -> None:
     assert "\\x1b]0;title\\x07" in text
     assert "\\u202e" in text
     assert not {c for c in text if unicodedata.category(c) in {"Cc", "Cf"}} - {"\n"}
-
-
-@settings(max_examples=50)
-@given(
-    st.text(
-        st.sampled_from("aé中\n\t\x00\x1b\x7f\x9b\u200b\u202e\u2028\ufeff\U000e0001"), max_size=20
-    )
-)
-def test_inert_text_has_no_harmful_character_and_is_not_changed_again(text: str) -> None:
-    shown = inert(text)
-    assert not {c for c in shown if unicodedata.category(c)[0] in "CZ"} - {"\n", " "}
-    assert inert(shown) == shown
 
 
 def test_a_log_that_is_being_written_or_damaged(tmp_path: Path) -> None:

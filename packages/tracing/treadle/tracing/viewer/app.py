@@ -1,8 +1,10 @@
 """The HTTP application of the page: its files, and what it asks for as JSON.
 
 Invariant: it only reads. It answers requests whose Host is this machine's loopback, so that a site
-whose name was made to point here (DNS rebinding) gets nothing, and it sets no cookies. The content
-security policy lets the page run its own scripts only; text that a model wrote is data everywhere.
+whose name was made to point here (DNS rebinding) gets nothing, and that bring the token, because
+every user of the host reaches loopback. The token comes with the first address, `?token=...`, and
+stays in a cookie; programs send it as `Authorization: Bearer`. The content security policy lets the
+page run its own scripts only; text that a model wrote is data everywhere.
 
 Handlers are plain functions: Starlette runs each in a thread, so that a slow query holds up no
 other request.
@@ -10,6 +12,7 @@ other request.
 
 from __future__ import annotations
 
+import hmac
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -22,7 +25,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, Response
+from starlette.responses import FileResponse, RedirectResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -64,11 +67,12 @@ _MAX_ROWS: Final = 1_000
 Handler = Callable[[Request], Response]
 
 
-def make_app(runs: Sequence[Run]) -> Starlette:
+def make_app(runs: Sequence[Run], *, token: str | None) -> Starlette:
     """Returns the application.
 
     Args:
         runs: What it shows, in this order.
+        token: Without which nothing is answered. None: every user of this machine may read.
     """
 
     def run_of(request: Request) -> Run:
@@ -114,7 +118,11 @@ def make_app(runs: Sequence[Run]) -> Starlette:
             Route("/plotly/{version}.js", _plotly),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],
-        middleware=[Middleware(_LoopbackOnly), Middleware(GZipMiddleware, minimum_size=4096)],
+        middleware=[
+            Middleware(_LoopbackOnly),
+            *([] if token is None else [Middleware(_WithToken, token=token)]),
+            Middleware(GZipMiddleware, minimum_size=4096),
+        ],
         exception_handlers={HTTPException: _failure, Exception: _failure},
     )
 
@@ -227,3 +235,45 @@ class _LoopbackOnly:
             text = f"this page is for loopback, not for {host!r:.200}: use 127.0.0.1 or localhost"
             answer = _json({"error": text}, 403)
         await answer(scope, receive, send_with_headers)
+
+
+class _WithToken:
+    """Refuses requests without the token, and turns that of an address into a cookie.
+
+    Args:
+        app: Answers the others.
+        token: The token.
+    """
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        # Cookies are the same for all ports: each page on this machine has its own.
+        cookie = f"treadle-view-{request.url.port}"
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        answer: ASGIApp = self._app
+        if self._is_token(request.query_params.get("token", "")):
+            bare = request.url.remove_query_params("token")
+            path = f"/{bare.path.lstrip('/')}"  # of this page: "//name" would be another host
+            answer = RedirectResponse(
+                f"{path}?{bare.query}" if bare.query else path,
+                status_code=303,
+                headers={"cache-control": "no-store"},
+            )
+            answer.set_cookie(cookie, self._token.decode(), httponly=True, samesite="lax")
+        elif not (
+            self._is_token(request.cookies.get(cookie, ""))
+            or (scheme.lower() == "bearer" and self._is_token(bearer))
+        ):
+            text = "open the address that the viewer printed: it ends with ?token=..."
+            answer = _json({"error": text}, 401)
+        await answer(scope, receive, send)
+
+    def _is_token(self, given: str) -> bool:
+        return hmac.compare_digest(given.strip().encode(), self._token)

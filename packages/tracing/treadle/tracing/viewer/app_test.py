@@ -17,7 +17,9 @@ from treadle.tracing.viewer.runs import open_runs
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     run = write_run(tmp_path_factory.mktemp("runs") / "calculator", steps=3)
     (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": NaN}\n')
-    with TestClient(make_app(open_runs([run])), base_url="http://127.0.0.1:6417") as opened:
+    with TestClient(
+        make_app(open_runs([run]), token=None), base_url="http://127.0.0.1:6417"
+    ) as opened:
         yield opened
 
 
@@ -62,7 +64,7 @@ def test_an_image_is_served_by_its_name_only(tmp_path: Path) -> None:
     assert write_image(run / "trajectories", name, data) == 0
     assert image_bytes(run / "trajectories") == len(data)
     (run / "trajectories" / "images" / "notes.png").write_bytes(data)
-    with TestClient(make_app(open_runs([run])), base_url="http://127.0.0.1") as opened:
+    with TestClient(make_app(open_runs([run]), token=None), base_url="http://127.0.0.1") as opened:
         found = opened.get(f"/api/runs/0/images/{name}")
         assert (found.content, found.headers["content-type"]) == (data, "image/png")
         assert found.headers["x-content-type-options"] == "nosniff"
@@ -154,3 +156,38 @@ def test_what_is_wrong_with_a_request_is_said(
     answer = client.get(f"/api/{path}")
     assert answer.status_code == status
     assert said in json.loads(answer.content)["error"]
+
+
+def test_nothing_is_answered_without_the_token(tmp_path: Path) -> None:
+    """Found by an attacker: every user of the host could read prompts and answers."""
+    run = write_run(tmp_path / "run", steps=1)
+    app, base = make_app(open_runs([run]), token="a-token-of-the-run"), "http://127.0.0.1:6417"
+    paths = ("/", "/main.js", "/api/runs", "/api/runs/0/trajectories?limit=5")
+    with TestClient(app, base_url=base) as stranger:
+        for path in paths:
+            for headers in (
+                {},
+                {"authorization": "Bearer other"},
+                {"cookie": "treadle-view-6417=x"},
+            ):
+                answer = stranger.get(path, headers=headers)
+                assert (answer.status_code, b"messages" in answer.content) == (401, False)
+        assert stranger.get("/?token=other").status_code == 401
+        given = {"authorization": "Bearer a-token-of-the-run"}
+        assert stranger.get("/api/runs", headers=given).status_code == 200
+        assert stranger.get("/api/runs").status_code == 401
+
+    with TestClient(app, base_url=base) as owner:
+        first = owner.get("/?token=a-token-of-the-run&x=1", follow_redirects=False)
+        assert (first.status_code, first.headers["location"]) == (303, "/?x=1")
+        cookie = first.headers["set-cookie"].lower()
+        assert "treadle-view-6417=" in cookie
+        assert "httponly" in cookie
+        assert "samesite=lax" in cookie
+        away = owner.get(
+            "http://127.0.0.1:6417//evil/?token=a-token-of-the-run", follow_redirects=False
+        )
+        assert away.headers["location"] == "/evil/"
+        for path in paths:
+            assert owner.get(path).status_code == 200
+        assert owner.get("/api/runs", headers={"host": "127.0.0.1:1"}).status_code == 401

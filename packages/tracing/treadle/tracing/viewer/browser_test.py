@@ -89,7 +89,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def _serve(runs: list[Path]) -> Iterator[str]:
     """Yields the address; requests that come before the server has started wait in the socket."""
-    app = make_app(open_runs(runs))
+    app = make_app(open_runs(runs), token=None)
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
     with socket.create_server(("127.0.0.1", 0)) as listening:
         thread = threading.Thread(target=server.run, args=([listening],))

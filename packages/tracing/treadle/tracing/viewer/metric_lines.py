@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from dataclasses import dataclass
@@ -69,9 +70,11 @@ def read_increment(path: Path, cursor: str = START) -> Increment:
         return Increment(lines=[], cursor=START, restarted=offset > 0, damaged=0, more=False)
     with file:
         before = max(0, offset - _CHECKED_BYTES)
-        file.seek(before)
-        seen = file.read(offset - before)
-        restarted = len(seen) < offset - before or zlib.crc32(seen) != checksum
+        # A file system refuses a place that no file of it can have.
+        shorter = offset > os.fstat(file.fileno()).st_size
+        file.seek(0 if shorter else before)
+        seen = b"" if shorter else file.read(offset - before)
+        restarted = shorter or len(seen) < offset - before or zlib.crc32(seen) != checksum
         if restarted:
             offset, seen = 0, b""
             file.seek(0)

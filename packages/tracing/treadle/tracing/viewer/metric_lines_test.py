@@ -88,3 +88,11 @@ def test_increments_of_any_size_hold_what_the_whole_holds(
             found += part.lines
             cursor, more = part.cursor, part.more
     assert found == whole.lines
+
+
+def test_a_cursor_behind_the_end_of_any_file_begins_again(tmp_path: Path) -> None:
+    """No file has that many bytes: the file system refuses to go there."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n')
+    found = read_increment(path, "999999999999999-1")
+    assert (found.restarted, found.lines) == (True, [{"step": 1}])

@@ -107,7 +107,7 @@ def test_the_same_command_goes_on_and_another_one_does_not(other: Path, tmp_path
 def test_a_run_that_saves_nothing_cannot_go_on(tmp_path: Path) -> None:
     run = _make_run(tmp_path / "run", saved=())
     with pytest.raises(RunDirectoryError, match="kept no checkpoint to resume from"):
-        _find(run, "schedule.save_every=null")
+        _find(run, "schedule.save_every=null", "schedule.save_minutes=null")
 
 
 def test_a_run_is_set_back_once_and_then_goes_on(tmp_path: Path) -> None:

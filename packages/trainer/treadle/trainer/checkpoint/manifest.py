@@ -18,7 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["MANIFEST", "DamageError", "check_manifest", "write_json", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "DamageError",
+    "add_to_manifest",
+    "check_manifest",
+    "write_json",
+    "write_manifest",
+]
 
 MANIFEST = "manifest.json"
 """The file in a checkpoint's directory."""
@@ -53,13 +60,32 @@ def write_manifest(directory: Path) -> None:
     Raises:
         OSError: A file cannot be read, or the manifest cannot be written.
     """
+    write_json(directory / MANIFEST, {"files": _entries(directory)})
+
+
+def _entries(directory: Path) -> dict[str, dict[str, object]]:
     names = sorted(
         path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()
     )
-    files = {
+    return {
         name: {"bytes": (directory / name).stat().st_size, "crc32": crc32}
         for name, crc32 in _checksums(directory, names).items()
     }
+
+
+def add_to_manifest(directory: Path, name: str, folder: Path) -> None:
+    """Adds the files of a folder, which is to be moved to `name` in the directory afterwards.
+
+    A checkpoint of release 0.1 has no manifest, and gets none.
+
+    Raises:
+        DamageError: The manifest cannot be read.
+        OSError: A file cannot be read, or the manifest cannot be written.
+    """
+    if not (directory / MANIFEST).exists():
+        return
+    files = {key: {"bytes": e.size, "crc32": e.crc32} for key, e in _read(directory).items()}
+    files |= {f"{name}/{key}": entry for key, entry in _entries(folder).items()}
     write_json(directory / MANIFEST, {"files": files})
 
 

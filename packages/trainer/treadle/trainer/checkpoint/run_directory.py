@@ -14,6 +14,7 @@ also carries the step's metrics, in case the trainer dies before they are logged
 
 import asyncio
 import contextlib
+import datetime
 import fcntl
 import json
 import os
@@ -43,6 +44,7 @@ __all__ = [
     "NewestWhole",
     "RunDirectory",
     "RunDirectoryError",
+    "new_run_dir",
     "read_config",
     "write_json",
 ]
@@ -159,6 +161,12 @@ class RunDirectory:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Writes the configuration of the run."""
         write_json(self.path / CONFIG, config)
+
+
+def new_run_dir(name: str) -> Path:
+    """Returns where a run without `run.dir` goes: ./runs/NAME-DATE-TIME."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    return Path.cwd() / "runs" / f"{name}-{stamp}"
 
 
 def read_config(path: Path) -> Mapping[str, Any]:

@@ -1,12 +1,10 @@
-"""The common part of the commands: how they speak, fail and name a new run directory."""
+"""The common part of the commands: how they print and fail."""
 
 import contextlib
-import datetime
 import errno
 import sys
-from pathlib import Path
 
-__all__ = ["FULL_DISK", "exit_text", "fail", "new_run_dir", "say"]
+__all__ = ["FULL_DISK", "exit_text", "fail", "say"]
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of writing that end when there is room."""
@@ -29,12 +27,6 @@ def fail(error: Exception, *, status: int = 2) -> int:
     """
     say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), error=True)
     return status
-
-
-def new_run_dir(name: str) -> Path:
-    """Returns where a run without `run.dir` goes: ./runs/NAME-DATE-TIME."""
-    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path.cwd() / "runs" / f"{name}-{stamp}"
 
 
 def exit_text(exit_: SystemExit) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from treadle.trainer.cli.console import exit_text, fail, new_run_dir, say
+from treadle.trainer.checkpoint.run_directory import new_run_dir
+from treadle.trainer.cli.console import exit_text, fail, say
 from treadle.trainer.cli.interrupt import Interrupted, until_signal
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
             samples=args.samples,
             limit=args.limit,
         )
-        for note in (*source.notes, *settings.notes):
+        for note in settings.notes:
             say(f"note: {note}")
         checked = check_evaluation(settings.config, source, out)
         results = asyncio.run(until_signal(evaluate(checked)))

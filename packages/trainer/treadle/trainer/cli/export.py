@@ -7,11 +7,9 @@ whatever its parallel sizes were, and written from there.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,54 +117,24 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[AnyConfig, Checkpoint]":
 
 
 def _write(config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool) -> None:
-    from treadle.policy.client.hf_files import ADAPTER
+    from treadle.policy.client.hf_files import ADAPTER, MODEL_FILES, WEIGHT_FILES, copy_files
+    from treadle.trainer.model_source import convert
 
     out.parent.mkdir(parents=True, exist_ok=True)
     building = out.with_name(f".{out.name}.writing")
     shutil.rmtree(building, ignore_errors=True)
     try:
         if checkpoint.hf_directory is not None:
-            whole = checkpoint.hf_directory
-            shutil.copytree(whole / ADAPTER if adapter else whole, building)
+            if adapter:
+                copy_files(checkpoint.hf_directory / ADAPTER, building, ("*",))
+            else:
+                files = (*MODEL_FILES, *WEIGHT_FILES, f"{ADAPTER}/*")
+                copy_files(checkpoint.hf_directory, building, files)
         else:
-            asyncio.run(_convert(config, checkpoint, building.absolute(), adapter=adapter))
+            asyncio.run(convert(config, checkpoint, building.absolute(), adapter=adapter))
         building.rename(out)
     finally:
         shutil.rmtree(building, ignore_errors=True)
-
-
-async def _convert(
-    config: "AnyConfig", checkpoint: "Checkpoint", out: Path, *, adapter: bool
-) -> None:
-    from treadle.policy.client.group import PolicyGroup
-    from treadle.policy.config.policy import ParallelConfig
-    from treadle.policy.v1.checkpoint_service_pb2 import (
-        LoadRequest,
-        SaveAdapterRequest,
-        SaveHfRequest,
-    )
-    from treadle.trainer.launch.environment import cpu_count
-    from treadle.trainer.launch.local import LocalLauncher
-    from treadle.trainer.launch.policy_ranks import rank_starter
-    from treadle.trainer.model_source import resolve_model
-
-    base = await asyncio.to_thread(resolve_model, config.model.path)
-    one = config.policy.model_copy(update={"parallel": ParallelConfig()})
-    async with contextlib.AsyncExitStack() as stack:
-        logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="treadle-export-")))
-        launcher = await stack.enter_async_context(LocalLauncher(logs))
-        policy = await stack.enter_async_context(
-            PolicyGroup(
-                rank_starter(launcher, threads=cpu_count()),
-                one,
-                base,
-                with_reference=False,
-                start_deadline_s=config.launch.start_deadline_s,
-            )
-        )
-        await policy.call(LoadRequest(directory=str(checkpoint.policy_directory.absolute())))
-        save = SaveAdapterRequest if adapter else SaveHfRequest
-        await policy.call(save(directory=str(out)))
 
 
 def _add_model_card(

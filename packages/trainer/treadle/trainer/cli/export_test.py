@@ -18,6 +18,8 @@ def _run(path: Path, *, steps: tuple[int, ...]) -> Path:
         checkpoint = path / "checkpoints" / f"step-{step:08d}"
         (checkpoint / "hf").mkdir(parents=True)
         (checkpoint / "hf" / "model.safetensors").write_bytes(b"%d" % step)
+        (checkpoint / "hf" / "tokenizer.json").write_text("{}")
+        (checkpoint / "hf" / "optimizer.pt").write_text("of the start model's folder")
         state = {"format": 1, "step": step, "metrics": {"reward/mean": step / 10, "x": 1.0}}
         (checkpoint / "state.json").write_text(json.dumps(state))
         (path / "checkpoints" / "latest").write_text(checkpoint.name)
@@ -33,6 +35,9 @@ def test_the_latest_model_or_that_of_a_step_is_written_with_a_card(
     assert "the model of step 7" in capsys.readouterr().out
     assert main(["export", str(run), str(tmp_path / "third"), "--step=3"]) == 0
     assert (tmp_path / "third" / "model.safetensors").read_bytes() == b"3"
+    assert {file.name for file in (tmp_path / "third").iterdir()} == {
+        *("README.md", "model.safetensors", "tokenizer.json"),
+    }
     card = (tmp_path / "third" / "README.md").read_text()
     assert "step 3, in float32" in card
     assert "| `reward/mean` | 0.3 |" in card

@@ -8,12 +8,22 @@ would end the interpreter's own exit in a trace.
 import asyncio
 import signal
 from collections.abc import Coroutine
+from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
 
-__all__ = ["Interrupted", "until_signal"]
+__all__ = ["Interrupted", "interrupted_text", "until_signal"]
 
 T = TypeVar("T")
+
+
+def interrupted_text(run_dir: Path) -> str:
+    """Returns the last line of a run that a signal ended."""
+    from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
+
+    steps = Checkpoints(run_dir / CHECKPOINTS, keep=1).steps()
+    saved = f"step {steps[-1]} is saved" if steps else "no checkpoint was saved"
+    return f"interrupted; {saved}; to resume: run.dir={run_dir}"
 
 
 class Interrupted(Exception):

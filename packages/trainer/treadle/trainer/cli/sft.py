@@ -10,8 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.trainer.cli.console import FULL_DISK, fail, new_run_dir, say
-from treadle.trainer.cli.interrupt import Interrupted, until_signal
+from treadle.trainer.checkpoint.run_directory import new_run_dir
+from treadle.trainer.cli.console import FULL_DISK, fail, say
+from treadle.trainer.cli.interrupt import Interrupted, interrupted_text, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedSftConfig, load_sft_config
 
 __all__ = ["command", "main"]
@@ -118,8 +119,7 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
             raise
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except Interrupted as ended:
-        keeps = config.schedule.save_every is not None
-        say(f"interrupted; to resume: run.dir={run_dir}" if keeps else "interrupted", error=True)
+        say(interrupted_text(run_dir), error=True)
         return 128 + ended.number
     print_summary(summary, run_dir)
     return 0

@@ -11,9 +11,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.cli.config_files import add_config_options, config_files
-from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, new_run_dir, say
-from treadle.trainer.cli.interrupt import Interrupted, until_signal
+from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, say
+from treadle.trainer.cli.interrupt import Interrupted, interrupted_text, until_signal
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO
 
@@ -192,8 +193,7 @@ def _train(loaded: LoadedConfig) -> int:
             raise
         return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
     except Interrupted as ended:
-        keeps = config.schedule.save_every is not None
-        say(f"interrupted; to resume: run.dir={run_dir}" if keeps else "interrupted", error=True)
+        say(interrupted_text(run_dir), error=True)
         return 128 + ended.number
     except SystemExit as exit_:
         # The status would be the user's, 0 even, though the run has not done what was asked.

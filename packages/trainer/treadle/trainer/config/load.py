@@ -21,14 +21,22 @@ from pydantic_core import ErrorDetails
 
 from treadle.tools.environments import LIBRARIES
 from treadle.trainer.config.hydra import OF_HYDRA, composed
+from treadle.trainer.config.interpolation import InterpolationError, resolve
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
 from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import VERL_NAMES, VERL_NOTED, AnyConfig, SftConfig
 from treadle.trainer.config.topology import derived_settings
-from treadle.trainer.config.verl.defaults import verl_keys
+from treadle.trainer.config.verl.defaults import verl_defaults, verl_keys
 from treadle.trainer.config.verl.reasons import reason
-from treadle.trainer.config.verl_keys import Assignment, ConfigError, known_keys, translate
+from treadle.trainer.config.verl_keys import (
+    Assignment,
+    ConfigError,
+    follows_another,
+    known_keys,
+    translate,
+)
+from treadle.trainer.config.verl_table import RENAMED
 from treadle.trainer.demo import is_demo_model
 from treadle.trainer.hub import is_data_uri, is_model_id
 from treadle.trainer.problems import Problems, SeveralProblems
@@ -108,6 +116,7 @@ def load_sft_config(files: Sequence[Path], overrides: Sequence[str]) -> LoadedSf
     for text in overrides:
         with problems.collected():
             layers[-1].append(_parse_argument(text))
+    layers = _resolved(layers, problems, SftConfig)
     notes = tuple(
         f"{each.key}={each.value} has no effect: {VERL_NOTED[each.key]}"
         for layer in layers
@@ -178,25 +187,60 @@ def load_config(
         files = (default_file,)
     layers: list[list[Assignment]] = []
     notes: list[str] = []
-    written: dict[str, Any] = {}
     given = [[_parse_argument(text) for text in below]]
     for path in files:
         with problems.collected():
             given.append(list(_read_file(path, Config)))
     given.append(arguments)
-    given = list(_with_presets(given, problems))
+    given = _resolved(list(_with_presets(given, problems)), problems, Config)
+    values = {each.key: each.value for layer in given for each in layer}
     for number, layer in enumerate(given):
         later = {assignment.key for after in given[number + 1 :] for assignment in after}
         # What a later layer replaces is not checked: verl's keys may be wrong by themselves.
         kept = [each for each in layer if each.key not in later or each.key in all_leaves()]
-        translated, layer_notes = translate(kept, below=written, problems=problems)
+        translated, layer_notes = translate(kept, values, problems)
         layers.append(translated)
         notes += layer_notes
-        written |= {assignment.key: assignment.value for assignment in layer}
     merged = _merge(layers, problems, Config)
     config = _validated(merged, problems, Config)
     assert isinstance(config, Config)
     return LoadedConfig(config=config, sources=_sources(merged, Config), notes=tuple(notes))
+
+
+def _resolved(
+    layers: Sequence[Sequence[Assignment]], problems: Problems, root: type[BaseModel]
+) -> list[list[Assignment]]:
+    """Returns the layers with the values that references (`${...}`) of any layer lead to."""
+    last = {each.key: each for layer in layers for each in layer}
+    renamed = VERL_NAMES if root is SftConfig else RENAMED
+
+    def look_up(key: str) -> Any:
+        ours = renamed.get(key, key)
+        for name in (key, ours, *(theirs for theirs in renamed if renamed[theirs] == ours)):
+            if name in last:
+                return last[name].value
+        if root is Config and key in verl_defaults():
+            return verl_defaults()[key][0]
+        return all_leaves(root)[key].default
+
+    def resolved(each: Assignment) -> Assignment:
+        if root is Config and follows_another(each):
+            return each
+        try:
+            value = resolve(each.value, each.key, look_up)
+        except InterpolationError as error:
+            raise ConfigError(f"{each.key}={each.value}: {error}") from None
+        return each if value is each.value else replace(each, value=value, text=str(value))
+
+    result: list[list[Assignment]] = []
+    for layer in layers:
+        result.append([])
+        for each in layer:
+            # What is replaced may refer to nothing.
+            if last[each.key] is each or "${" not in str(each.value):
+                with problems.collected():
+                    result[-1].append(resolved(each))
+    return result
 
 
 def _with_presets(

@@ -83,6 +83,46 @@ def test_the_default_file_counts_until_a_model_or_a_file_is_named(tmp_path: Path
     assert own.config.data.prompts_per_step == 16
 
 
+_OF_300 = "actor_rollout_ref.rollout.prompt_length=${data.max_prompt_length}"
+_DIR = "trainer.default_local_dir=ck/${trainer.project_name}/${run.name}"
+
+
+def test_a_reference_has_the_last_value_of_its_key_wherever_it_stands(tmp_path: Path) -> None:
+    for arguments in (
+        (_OF_300, "data.max_prompt_length=300"),
+        ("data.max_prompt_length=300", _OF_300),
+        ("data.max_prompt_length=7", _OF_300, "data.max_prompt_length=300"),
+    ):
+        assert load_config([], [*_LEAST, *arguments]).config.rollout.prompt_length == 300
+    file = _write(
+        tmp_path / "a.yaml",
+        "trainer: {experiment_name: e, logger: ['${oc.env:NO_SUCH,jsonl}']}\n"
+        "data: {max_prompt_length: 3, train_files: ['${trainer.experiment_name}/t.jsonl']}\n"
+        "actor_rollout_ref: {rollout: {prompt_length: '${data.max_prompt_length}'}}\n",
+    )
+    loaded = load_config([file], [_LEAST[0], _DIR, "run.project=p", "data.max_prompt_length=300"])
+    assert loaded.config.rollout.prompt_length == 300
+    assert loaded.config.run.dir == Path.cwd() / "ck/p/e"
+    assert loaded.config.run.loggers == ("jsonl",)
+    assert loaded.config.data.train_files == (tmp_path / "e/t.jsonl",)
+    assert loaded.sources["run.dir"] == _DIR
+
+
+def test_what_refers_to_nothing_is_refused_unless_it_is_replaced() -> None:
+    for wrong, why in (
+        ("run.name=${no.such}", "there is no key no.such"),
+        ("run.name=${now:%Y}", "is not available: only"),
+        ("data.train_files=[${oc.env:NO_SUCH,a}]", "is not closed; in a list, quote"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            load_config([], [*_LEAST, wrong])
+        with pytest.raises(ConfigError, match=why):
+            load_sft_config([], [*_LEAST, wrong])
+    assert load_config([], [*_LEAST, "run.name=${no.such}", "run.name=e"]).config.run.name == "e"
+    named = load_sft_config([], [*_LEAST, "trainer.project_name=p", "run.name=${run.project}-1"])
+    assert named.config.run.name == "p-1"
+
+
 def test_plus_sets_an_existing_key_and_creates_none() -> None:
     assert load_config([], [*_LEAST, "+run.seed=3"]).config.run.seed == 3
     with pytest.raises(ConfigError, match=r"unknown key run\.sede; did you mean run\.seed"):
@@ -212,6 +252,21 @@ def test_an_entry_of_a_table_may_be_a_mapping_of_its_own(tmp_path: Path) -> None
         "block_size": 16,
     }
     assert "rollout.engine_args.compilation_config = {level: 0}" in value_listing(loaded)
+
+
+@pytest.mark.parametrize("cut", ["rollout.top_p=0.7", "rollout.top_k=20"])
+@pytest.mark.parametrize(
+    "weighted",
+    [
+        *("algorithm.correction.weights=token", "algorithm.correction.veto=1e-4"),
+        *("algorithm.correction.reject.token_k2=0.5", "algorithm.old_logprobs=rollout"),
+    ],
+)
+def test_importance_weights_of_a_cut_distribution_are_refused(cut: str, weighted: str) -> None:
+    with pytest.raises(ConfigError, match=f"{cut} and algorithm.*is the kept share"):
+        load_config([], [*_LEAST, cut, weighted])
+    assert load_config([], [*_LEAST, cut]).config
+    assert load_config([], [*_LEAST, "rollout.val.top_p=0.7", weighted]).config
 
 
 def test_fine_tuning_replays_no_routing() -> None:

@@ -5,6 +5,7 @@ A check of several fields is in the smallest section that has them all, and quot
 `policy` and `algorithm` are declared in modules next to this one.
 """
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,9 +19,9 @@ from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.weight_sync import WeightSyncConfig
 from treadle.trainer.config.launch import LaunchConfig, LocalLaunchConfig, RayLaunchConfig
+from treadle.trainer.config.logger_names import ALWAYS, NAMED, same_short_name, unknown_logger
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.topology import make_topology
-from treadle.trainer.loggers.named import ALWAYS, NAMED, same_short_name, unknown_logger
 
 __all__ = [
     "AgentConfig",
@@ -202,8 +203,11 @@ class StepsConfig(Section):
     val_before_train: bool = True
     """Validate before the first step."""
     save_every: Count | None = None
-    """Number of steps between checkpoints. Null: none before the last step, so that an interrupted
-    run cannot be resumed."""
+    """Number of steps between checkpoints. Null: none at a number of steps."""
+    save_minutes: Annotated[float, Field(gt=0)] | None = 30.0
+    """A step also ends with a checkpoint when this long has passed since the last one, or since the
+    start. Null: time does not count. An interrupted run (Ctrl-C, SIGTERM) saves its last step, too,
+    unless save_every and save_minutes are null and save_last is false."""
     save_last: bool = True
     """Save a checkpoint after the last step."""
     save_hf: Literal["never", "last", "every"] = "last"
@@ -212,6 +216,30 @@ class StepsConfig(Section):
     of any checkpoint later."""
     keep_checkpoints: Count = 2
     """Number of checkpoints to keep, the latest ones."""
+
+    @property
+    def keeps_checkpoints(self) -> bool:
+        """Whether a run is to leave a checkpoint."""
+        return self.save_last or self.save_every is not None or self.save_minutes is not None
+
+    def when_saved(self) -> str:
+        """Returns when there is a checkpoint, for the plan."""
+        if not self.keeps_checkpoints:
+            return "never: the trained model will be lost"
+        often = "" if self.save_every is None else f"every {self.save_every} steps"
+        minutes = "" if self.save_minutes is None else f"after {self.save_minutes:g} minutes"
+        last = "after the last step" if self.save_last else ""
+        times = [each for each in (often, minutes, last, "when interrupted") if each]
+        return " and ".join([", ".join(times[:-1]), times[-1]])
+
+    def is_time_to_save(self, saved_at: float) -> bool:
+        """Returns whether the last checkpoint is older than save_minutes.
+
+        Args:
+            saved_at: When it was complete, in monotonic seconds.
+        """
+        minutes = self.save_minutes
+        return minutes is not None and time.monotonic() - saved_at > 60 * minutes
 
 
 class ScheduleConfig(StepsConfig):
@@ -248,11 +276,11 @@ def check_max_failures(launch: LocalLaunchConfig | RayLaunchConfig, schedule: St
     Raises:
         ValueError: See above.
     """
-    if launch.max_failures and schedule.save_every is None:
+    if launch.max_failures and schedule.save_every is None and schedule.save_minutes is None:
         raise ValueError(
             f"launch.max_failures={launch.max_failures} resumes from a checkpoint, and "
-            "schedule.save_every=null keeps none before the last step: set schedule.save_every, or "
-            "launch.max_failures=0"
+            "schedule.save_every=null with schedule.save_minutes=null keeps none before the last "
+            "step: set one of them, or launch.max_failures=0"
         )
 
 
@@ -429,12 +457,34 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _weights_are_of_one_distribution(self) -> Self:
+        algorithm, cut = self.algorithm, None
+        if self.rollout.top_p < 1:
+            cut = f"rollout.top_p={self.rollout.top_p}"
+        elif self.rollout.top_k is not None:
+            cut = f"rollout.top_k={self.rollout.top_k}"
+        read = "algorithm.correction" if algorithm.correction.active else None
+        read = "algorithm.old_logprobs=rollout" if algorithm.old_logprobs == "rollout" else read
+        if cut is not None and read is not None:
+            raise ValueError(
+                f"{cut} and {read}: the servers report probabilities of the tokens that are kept, "
+                "so that each importance weight against them is the kept share, however much the "
+                "policy has moved. Set rollout.top_p=1 and rollout.top_k=null, or leave out the "
+                "importance weights (algorithm.correction.weights=none, no reject and veto, "
+                "algorithm.old_logprobs=policy)"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _routing_is_reported(self) -> Self:
-        if self.policy.moe.routing_replay and self.rollout.name in ("vllm", "sglang"):
+        rollout = self.rollout
+        if self.policy.moe.routing_replay and (
+            rollout.name == "vllm" and not rollout.enable_prefix_caching
+        ):
             raise ValueError(
                 "policy.moe.routing_replay=true needs the experts that the engine chose, and "
-                f"rollout.name={self.rollout.name} does not report them: set rollout.name=torch, "
-                "or policy.moe.routing_replay=false"
+                "rollout.name=vllm keeps them with its prefix cache: set "
+                "rollout.enable_prefix_caching=true, or policy.moe.routing_replay=false"
             )
         return self
 

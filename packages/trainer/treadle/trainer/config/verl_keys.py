@@ -23,7 +23,7 @@ from treadle.trainer.config.verl.reasons import reason
 from treadle.trainer.config.verl_table import IMPLIED, NOTED, RENAMED
 from treadle.trainer.problems import Problems
 
-__all__ = ["Assignment", "ConfigError", "known_keys", "translate"]
+__all__ = ["Assignment", "ConfigError", "follows_another", "known_keys", "translate"]
 
 
 class ConfigError(ValueError):
@@ -584,19 +584,25 @@ def known_keys() -> Iterable[str]:
     return (*RENAMED, *_CONVERTED, *IMPLIED, *NOTED)
 
 
+def follows_another(assignment: Assignment) -> bool:
+    """Returns whether a value is verl's default for its key, which is that of another key."""
+    value = assignment.value
+    given = value in verl_defaults().get(assignment.key, ())
+    return given and str(value).startswith("${") and str(value).endswith("}")
+
+
 def translate(
-    layer: Sequence[Assignment], below: Verl, problems: Problems
+    layer: Sequence[Assignment], values: Verl, problems: Problems
 ) -> tuple[list[Assignment], list[str]]:
     """Returns the layer in our keys, and notes on what was accepted without effect.
 
     Args:
         layer: The assignments as written.
-        below: The values of earlier layers by key: the meaning of some of verl's keys depends on
+        values: The values of all layers by key: the meaning of some of verl's keys depends on
             others, in any layer.
         problems: Gets a `ConfigError` for each of verl's keys that asks for an unsupported
             behaviour.
     """
-    values = {**below, **{assignment.key: assignment.value for assignment in layer}}
     last = {assignment.key: assignment for assignment in layer}
     layer = [assignment for assignment in layer if last[assignment.key] is assignment]
     ours: list[Assignment] = []
@@ -612,8 +618,8 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
     key, value = assignment.key, assignment.value
     if leaf_of(key) is not None:
         return [assignment]
-    if "${" in str(value) and key in verl_defaults() and has_default(key, value, values):
-        return []  # it has the value of another key, which is translated by itself
+    if follows_another(assignment):
+        return []  # the other key is translated by itself
     if key in RENAMED:
         return [replace(assignment, key=RENAMED[key])]
     if (table := _RENAMED_TABLES.get(key.rpartition(".")[0])) is not None:

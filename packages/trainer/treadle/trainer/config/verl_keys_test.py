@@ -301,8 +301,10 @@ def test_the_replayed_routing_of_verl() -> None:
     for mode in modes:
         assert _load(f"{mode}=R3", switch).config.policy.moe.routing_replay
         assert not _load(f"{mode}=disabled").config.policy.moe.routing_replay
-        with pytest.raises(ConfigError, match=r"rollout\.name=vllm does not report them"):
-            _load(f"{mode}=R3", switch, "actor_rollout_ref.rollout.name=vllm")
+        vllm = "actor_rollout_ref.rollout.name=vllm"
+        assert _load(f"{mode}=R3", switch, vllm).config.policy.moe.routing_replay
+        with pytest.raises(ConfigError, match=r"set rollout\.enable_prefix_caching=true"):
+            _load(f"{mode}=R3", vllm, "actor_rollout_ref.rollout.enable_prefix_caching=False")
 
 
 def test_the_critic_of_verl_is_ours() -> None:

@@ -5,8 +5,8 @@ that it came from; its `index` counts the rows of all files from 0. A file is re
 into memory, or stays where it is (`rows_in_files`).
 
 Which files there are is in `files`; `own_reader` reads those of another form. The columns are
-verl's: `data_source` (str), `prompt` (a list of {"role", "content"}), `reward_model` (a mapping
-with `ground_truth`), optionally `agent_name`, `extra_info` and any other.
+verl's: `data_source` (str), `prompt` (a list of messages, see `messages`), `reward_model` (a
+mapping with `ground_truth`), optionally `agent_name`, `extra_info` and any other.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from treadle.tools.environments import is_environment
 from treadle.trainer.data.errors import DataError, nearest
 from treadle.trainer.data.files import find_files, read_file
+from treadle.trainer.data.messages import read_message
 from treadle.trainer.data.own_reader import Reader
 from treadle.trainer.data.row import Row
 from treadle.trainer.data.row_problems import RowProblems
@@ -102,7 +103,8 @@ def _append(
     for place, columns in read(file):
         for problem in problems_of(columns, required):
             found.add(place, problem)
-        rows.append(Row(index=len(rows), place=place, columns=columns))
+        exact = file.suffix == ".jsonl"
+        rows.append(Row(index=len(rows), place=place, columns=columns, exact=exact))
         if len(rows) == limit:
             return
     if len(rows) == before:
@@ -121,6 +123,11 @@ def problems_of(columns: Mapping[str, object], required: Sequence[str]) -> Itera
         )
     if (prompt := columns.get("prompt")) is not None:
         yield from _problems_of_prompt(prompt)
+    for place in _lone_surrogates(columns, ""):
+        yield (
+            f"{place} contains a lone surrogate, half of a character as \\ud83d, which no "
+            "tokenizer reads: write the whole character, or remove it"
+        )
     for column in ("reward_model", "extra_info"):
         value = columns.get(column)
         if value is not None and not isinstance(value, Mapping):
@@ -135,12 +142,22 @@ def _problems_of_prompt(prompt: object) -> Iterator[str]:
         yield f"prompt must be a list of messages, got {prompt!r:.80}"
         return
     for index, message in enumerate(prompt):
-        where = f"prompt[{index}]"
-        if not isinstance(message, Mapping):
-            yield f"{where} must be a mapping with role and content, got {message!r:.80}"
-        elif unknown := sorted(set(message) - {"role", "content"}):
-            yield f"{where} has unknown keys {', '.join(unknown)}; known: role, content"
-        elif message.get("role") not in ("system", "user", "assistant"):
-            yield f"{where}.role must be system, user or assistant, got {message.get('role')!r}"
-        elif not isinstance(message.get("content"), str):
-            yield f"{where}.content must be a string, got {message.get('content')!r:.80}"
+        try:
+            # Whether arguments have a null that could be read two ways is told by `check_rows`.
+            read_message(message, f"prompt[{index}]", exact=True, images=True)
+        except ValueError as error:
+            yield str(error)
+
+
+def _lone_surrogates(value: object, where: str) -> Iterator[str]:
+    """Yields where texts are that cannot be encoded."""
+    if isinstance(value, str):
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            yield where
+    elif isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _lone_surrogates(key, f"a key of {where or 'the row'}")
+            yield from _lone_surrogates(entry, f"{where}.{key}".removeprefix("."))
+    elif isinstance(value, list):
+        for index, entry in enumerate(value):
+            yield from _lone_surrogates(entry, f"{where}[{index}]")

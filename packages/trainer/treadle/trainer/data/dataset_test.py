@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from treadle.agent_loop import Message, ToolCall
 from treadle.trainer.data import DataError, Row, read_rows
+from treadle.trainer.data.images import row_messages
 from treadle.trainer.problems import SeveralProblems
 
 
@@ -52,7 +54,8 @@ def test_rows_are_counted_through_all_files_and_know_their_line(tmp_path: Path) 
     second = tmp_path / "b.jsonl"
     second.write_text("\n" + json.dumps(make_columns("späť")) + "\n\n", encoding="utf-8")
     rows = read_rows([first, second])
-    assert rows[1] == Row(index=1, place=f"{second}, line 2", columns=make_columns("späť"))
+    place = f"{second}, line 2"
+    assert rows[1] == Row(index=1, place=place, columns=make_columns("späť"), exact=True)
 
 
 def test_a_limit_reads_no_further(tmp_path: Path) -> None:
@@ -76,16 +79,26 @@ def test_a_limit_reads_no_further(tmp_path: Path) -> None:
         (make_columns(prompt=["hi"]), r"prompt\[0\] must be a mapping"),
         (
             make_columns(prompt=[{"role": "user", "text": "hi"}]),
-            r"prompt\[0\] has unknown keys text; known: role, content",
+            r"prompt\[0\] is of the role user and has the unknown keys text; known: role, content",
         ),
         (
             make_columns(prompt=[{"role": "human", "content": "hi"}]),
-            r"prompt\[0\].role must be system, user or assistant, got 'human'",
+            r"prompt\[0\].role must be system, user, assistant, tool, got 'human'",
         ),
         (
-            make_columns(prompt=[{"role": "user", "content": [{"type": "image"}]}]),
-            r"prompt\[0\].content must be a string",
+            make_columns(prompt=[{"role": "user", "content": [{"type": "audio"}]}]),
+            r"prompt\[0\].content\[0\] must be .* got {'type': 'audio'}",
         ),
+        (
+            make_columns(prompt=[{"role": "user", "content": [{"type": "text", "text": 1}]}]),
+            r"prompt\[0\].content\[0\].text must be a string, got 1",
+        ),
+        (
+            make_columns(prompt=[{"role": "user", "content": 3}]),
+            r"prompt\[0\].content must be a string, got 3",
+        ),
+        (make_columns(extra_info={"a": ["x \ud83d"]}), r"extra_info.a\[0\] contains a lone surro"),
+        (make_columns(extra_info={"\ud83d": 1}), "a key of extra_info contains a lone surrogate"),
         (make_columns(reward_model="4"), "reward_model must be a mapping, got '4'"),
         (make_columns(extra_info=[1]), "extra_info must be a mapping"),
         (make_columns(agent_name=3), "agent_name must be a string, got 3"),
@@ -98,6 +111,45 @@ def test_a_row_that_cannot_be_used_is_named(
     with pytest.raises(DataError, match=why) as error:
         read_rows([path])
     assert str(error.value).startswith(str(path))
+
+
+def test_null_is_missing_and_a_prompt_may_hold_a_whole_conversation(tmp_path: Path) -> None:
+    called = {"name": "add", "arguments": {"a": 1}}
+    prompt = [
+        {"role": "developer", "content": [{"type": "text", "text": "a", "image": None}], "x": None},
+        {"role": "user", "content": [{"type": "text", "text": "q"}], "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"function": called, "id": "c"}]},
+        {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "c"},
+    ]
+    made = (
+        Message(role="system", content="a"),
+        Message(role="user", content="q"),
+        Message(
+            role="assistant",
+            content="",
+            tool_calls=(ToolCall(id="c", name="add", arguments={"a": 1}),),
+        ),
+        Message(role="tool", content="5", tool_call_id="c"),
+    )
+    for write, name in ((write_jsonl, "a.jsonl"), (write_parquet, "a.parquet")):
+        (row,) = read_rows([write(tmp_path / name, make_columns(prompt=prompt))])
+        assert row_messages(row) == made
+
+
+def test_a_null_argument_is_a_value_where_null_cannot_mean_missing(tmp_path: Path) -> None:
+    calls = [{"function": {"name": "add", "arguments": {"a": None, "b": 1}}}]
+    columns = make_columns(prompt=[{"role": "assistant", "tool_calls": calls}])
+    (row,) = read_rows([write_jsonl(tmp_path / "a.jsonl", columns)])
+    assert row_messages(row)[0].tool_calls[0].arguments == {"a": None, "b": 1}
+    (row,) = read_rows([write_parquet(tmp_path / "a.parquet", columns)])
+    with pytest.raises(ValueError, match=r"arguments.a is null, which may stand for a missing key"):
+        row_messages(row)
+
+
+def test_problems_that_differ_in_a_value_are_one(tmp_path: Path) -> None:
+    rows = [make_columns(agent_name=number) for number in range(8)]
+    with pytest.raises(DataError, match=r"line 1: .* got 0 \(and 7 more rows\)"):
+        read_rows([write_jsonl(tmp_path / "a.jsonl", *rows)])
 
 
 def test_what_is_not_required_may_be_missing(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from treadle.agent_loop import IMAGE_MARK, Image, Message
+from treadle.trainer.data.messages import read_message
+from treadle.trainer.data.row import Row
 
 __all__ = ["row_messages", "with_images"]
 
@@ -26,22 +28,23 @@ _SIGNATURES: Final[Mapping[str, tuple[bytes, bytes]]] = {
 """The beginning of a file of each type, and the bytes from its ninth on."""
 
 
-def row_messages(columns: Mapping[str, object]) -> tuple[Message, ...]:
+def row_messages(row: Row) -> tuple[Message, ...]:
     """Returns the messages of a row's prompt, with the images at their marks.
 
     Where no message has a mark, the images come before the text of the first message of the user.
 
-    Args:
-        columns: Of a row whose prompt has been checked.
-
     Raises:
         ValueError: The column `images` has another form, an image cannot be read, or the prompt
-            has no place for it.
+            has no place for it; or the arguments of a call have a null (see `Row.exact`).
     """
-    prompt = columns["prompt"]
+    prompt = row.columns["prompt"]
     assert isinstance(prompt, list), "read_rows has checked it"
-    messages = [Message(role=item["role"], content=item["content"]) for item in prompt]
-    return with_images(messages, columns.get("images"))
+    images = row.columns.get("images")
+    messages = [
+        read_message(value, f"prompt[{index}]", exact=row.exact, images=bool(images))
+        for index, value in enumerate(prompt)
+    ]
+    return with_images(messages, images)
 
 
 def with_images(

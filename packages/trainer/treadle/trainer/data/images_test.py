@@ -4,15 +4,16 @@ import pytest
 
 from treadle.agent_loop import Image, Message
 from treadle.trainer.data.images import row_messages
+from treadle.trainer.data.row import Row
 
 PNG, JPEG, WEBP = b"\x89PNG\r\n\x1a\n.", b"\xff\xd8\xff.", b"RIFF\0\0\0\0WEBP."
 FIRST, SECOND = Image(data=PNG, mime="image/png"), Image(data=JPEG, mime="image/jpeg")
 
 
-def row(*contents: str, images: object) -> dict[str, object]:
+def row(*contents: object, images: object) -> Row:
     roles = ("user", "assistant", "user")
     prompt = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    return {"prompt": prompt, "images": images}
+    return Row(index=0, place="a.jsonl", columns={"prompt": prompt, "images": images})
 
 
 def test_images_go_to_their_marks_in_order() -> None:
@@ -63,4 +64,12 @@ def test_what_cannot_be_shown_is_an_error(
 def test_a_prompt_without_a_user_shows_no_image() -> None:
     columns = {"prompt": [{"role": "system", "content": "x"}], "images": [{"bytes": PNG}]}
     with pytest.raises(ValueError, match="no message of the user"):
-        row_messages(columns)
+        row_messages(Row(index=0, place="a.jsonl", columns=columns))
+
+
+def test_a_part_of_a_content_may_stand_for_an_image() -> None:
+    parts = [{"type": "image", "text": None}, {"type": "text", "text": "See."}]
+    (message,) = row_messages(row(parts, images=[{"bytes": PNG}]))
+    assert message.parts == (FIRST, "See.")
+    with pytest.raises(ValueError, match=r"prompt\[0\].content\[0\] must be .* or .*has the image"):
+        row_messages(row(parts, images=[]))

@@ -156,7 +156,7 @@ class PromptsInFiles(Sequence[Prompt]):
         """Keeps where a prompt comes from, which is made of the row after the last one."""
         self._kept.append(prompt.row.index)
         self._num_tokens.append(prompt.num_tokens)
-        if prompt.messages != row_messages(prompt.row.columns):
+        if prompt.messages != row_messages(prompt.row):
             self._shortened.add(prompt.row.index)
 
     def __len__(self) -> int:
@@ -196,7 +196,7 @@ class PromptsInFiles(Sequence[Prompt]):
             row=row,
             split=self._split,
             loop=self._rules.loop_of(row),
-            messages=row_messages(row.columns),
+            messages=row_messages(row),
             num_tokens=num_tokens,
         )
 
@@ -205,7 +205,7 @@ def _prepare(
     row: Row, split: str, rules: PromptRules, renderer: ChatRenderer
 ) -> tuple[Prompt | None, int]:
     """Returns the prompt of a row, None if it is too long, and how long the row's messages are."""
-    messages = row_messages(row.columns)
+    messages = row_messages(row)
     specs = tuple(tool.spec for tool in rules.tools_of(row).values())
 
     def count(prompt: Sequence[Message]) -> int:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.problems import Problems
 
 _MAX_SHOWN = 5  # different problems of the same rows
+# What a message says of one row alone: a value, or the number of its task.
+_VALUES = re.compile(r"\bgot .*?(?=, for the reward |; |$)|^task '[^']*': ", re.DOTALL)
 
 
 class RowProblems:
-    """Problems by their text, with the places of their rows.
+    """Problems by their kind, which is their text without values, with the places of their rows.
 
     Args:
         rows: What the rows are called in messages, as "train rows".
@@ -17,19 +21,18 @@ class RowProblems:
 
     def __init__(self, rows: str) -> None:
         self._rows = rows
-        self._places: dict[str, list[str]] = {}
-        self._causes: dict[str, Exception | None] = {}
+        self._found: dict[str, tuple[str, Exception | None, list[str]]] = {}
 
     def add(self, place: str, problem: str, cause: Exception | None = None) -> None:
         """Adds a problem of one row.
 
         Args:
             place: The row's file and line.
-            problem: What is wrong; rows with one text are counted together.
+            problem: What is wrong; rows whose texts differ in a value alone are counted together.
             cause: The error that said so.
         """
-        self._places.setdefault(problem, []).append(place)
-        self._causes.setdefault(problem, cause)
+        kind = _VALUES.sub("", problem)
+        self._found.setdefault(kind, (problem, cause, []))[2].append(place)
 
     def raise_if_any(self) -> None:
         """Raises what was found.
@@ -39,12 +42,12 @@ class RowProblems:
             SeveralProblems: There are more.
         """
         problems = Problems(DataError)
-        for problem, places in list(self._places.items())[:_MAX_SHOWN]:
+        for problem, cause, places in list(self._found.values())[:_MAX_SHOWN]:
             others = len(places) - 1
             more = f" (and {others} more {self._rows})" if others else ""
             error = DataError(f"{places[0]}: {problem}{more}")
-            error.__cause__ = self._causes[problem]
+            error.__cause__ = cause
             problems.add(error)
-        if (rest := len(self._places) - _MAX_SHOWN) > 0:
+        if (rest := len(self._found) - _MAX_SHOWN) > 0:
             problems.add(DataError(f"{self._rows} have {rest} more problems"))
         problems.raise_if_any()

@@ -76,7 +76,7 @@ class RowsInFiles(Sequence[Row]):
         self._check(number)
         before = self._ends[number - 1] if number else 0
         place, columns = self._parts[number].get(at - before)
-        return Row(index=at, place=place, columns=columns)
+        return self._row(at, place, columns, number)
 
     def __iter__(self) -> Iterator[Row]:
         """Yields the rows in order, which is faster than by their index."""
@@ -84,8 +84,12 @@ class RowsInFiles(Sequence[Row]):
         for number, file in enumerate(self._files):
             self._check(number)
             for place, columns in read_file(file):
-                yield Row(index=index, place=place, columns=columns)
+                yield self._row(index, place, columns, number)
                 index += 1
+
+    def _row(self, index: int, place: str, columns: Mapping[str, object], number: int) -> Row:
+        exact = self._files[number].suffix == ".jsonl"
+        return Row(index=index, place=place, columns=columns, exact=exact)
 
     def _check(self, number: int) -> None:
         file = self._files[number]

@@ -213,9 +213,9 @@ def _selects_tools(row: Row) -> bool:
 
 
 def _what_is_no_text(row: Row, *, images: bool) -> Iterator[str]:
-    if images:
+    if images or not row.columns.get("images"):
         try:
-            row_messages(row.columns)
+            row_messages(row)
         except ValueError as error:
             yield str(error)
     for column in ("videos",) if images else ("images", "videos"):

@@ -12,11 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+from treadle.policy.backends.megatron import VERSION, VERSIONS
 from treadle.trainer.doctor.finding import Finding, fail, ok, warn
 from treadle.trainer.doctor.probe import Probed, probe
 
 __all__ = [
-    "EXACT",
     "LEAST",
     "check_build",
     "check_datasets",
@@ -43,8 +43,7 @@ LEAST: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Distribution -> the oldest version that the trainer works with, as in its pyproject.toml."""
-EXACT: Final[Mapping[str, str]] = MappingProxyType({"megatron-core": "0.16.1"})
-"""Distribution -> the only version that the trainer works with, as in its pyproject.toml."""
+_MEGATRON = "megatron-core"
 _OLDEST_PYTHON = (3, 11)
 _IMPORTED = ("torch", "transformers", "megatron.core", "pyarrow", "grpc")
 # Not needed, and harmful when broken: transformers and Megatron import what is installed.
@@ -119,16 +118,16 @@ def check_import_path(environ: Mapping[str, str]) -> Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    for name, wanted in {**EXACT, **LEAST}.items():
+    for name, wanted in {_MEGATRON: VERSION, **LEAST}.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield fail(name, "not installed", "the trainer imports it", _INSTALL)
             continue
-        exact = name in EXACT
-        if exact and version.partition("+")[0] != wanted:
-            fix = f'pip install "{name}=={wanted}"'
-            yield fail(name, version, f"the trainer uses internals of {name} {wanted}", fix)
+        exact = name == _MEGATRON
+        if exact and version.partition("+")[0] not in VERSIONS:
+            cause = f"the policy uses internals of {name} {' and '.join(VERSIONS)}"
+            yield fail(name, version, cause, f'pip install "{name}=={wanted}"')
         elif not exact and release(version) < release(wanted):
             yield fail(name, version, f"older than {wanted}", f'pip install "{name}>={wanted}"')
         else:

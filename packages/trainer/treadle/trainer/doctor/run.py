@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-from treadle.trainer.cli.console import new_run_dir
+from treadle.trainer.checkpoint.run_directory import RunDirectoryError, new_run_dir
 from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataError
@@ -306,7 +305,10 @@ def _nodes(config: Config, folder: Path) -> Iterator[Finding]:
 
 
 async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> list[Finding]:
-    command = config.rollout.server_command
+    commands = {
+        "rollout.server_command": config.rollout.server_command,
+        "policy.command": config.policy.command,
+    }
     files = {
         path: hashlib.sha256(path.read_bytes()).hexdigest()
         for name in _NODE_FILES
@@ -314,7 +316,8 @@ async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> lis
     }
     async with launcher:
         has = launcher.resources()
-        nodes = await launcher.examine(program=command[0] if command else None, files=files)
+        programs = {key: command[0] for key, command in commands.items() if command}
+        nodes = await launcher.examine(programs=programs, files=files)
     return [*_room(config, has), *_about(nodes)]
 
 

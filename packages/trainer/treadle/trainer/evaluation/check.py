@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.agent_loop import RewardFn, SetupError
+from treadle.policy.backends.registry import describe
 from treadle.trainer.config.load import ConfigError
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataError, PromptRules, Row, check_rows, make_prompts, read_rows
@@ -114,7 +115,7 @@ class _Checks:
                 check_rows(self._rows, split="val", rules=self._rules)
         with check():
             folder = resolve_model(self.config.model.path, weights=not self._attached)
-            check_config_file(folder)
+            check_config_file(folder, describe("megatron").model_types)
             if not self._attached:
                 check_weights(folder)
             self.config = with_model(self.config, folder)

@@ -11,7 +11,6 @@ from treadle.agent_loop import SetupError
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
     CONFIG,
-    Checkpoint,
     Checkpoints,
     RunDirectoryError,
 )
@@ -35,7 +34,6 @@ class Source:
         step: Number of steps that the run's model was trained.
         config: The configuration of the run at that step.
         address: host:port of a server that serves the model.
-        notes: What to say about the choice.
     """
 
     text: str
@@ -44,7 +42,6 @@ class Source:
     step: int | None = None
     config: Path | None = None
     address: str | None = None
-    notes: tuple[str, ...] = ()
 
 
 def find_source(text: str, *, step: int | None = None) -> Source:
@@ -53,7 +50,7 @@ def find_source(text: str, *, step: int | None = None) -> Source:
     Args:
         text: A model directory, a run directory, one of its checkpoints, the id of a model on the
             Hub, demo:NAME, or host:port. An existing path wins.
-        step: Of which checkpoint of a run; None: the latest one with a Hugging Face directory.
+        step: Of which checkpoint of a run; None: the latest one.
 
     Raises:
         SetupError: There is no such thing, or no such step.
@@ -95,41 +92,20 @@ def _is_run(path: Path) -> bool:
 
 def _of_run(text: str, run: Path, step: int | None) -> Source:
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    notes: tuple[str, ...] = ()
     try:
         if step is not None:
             chosen = checkpoints.at(step)
         elif (latest := checkpoints.latest()) is None:
             raise SetupError(f"{text} is a run without a checkpoint: it holds no model yet")
         else:
-            chosen = _last_model(checkpoints, latest)
-            if chosen.step != latest.step:
-                notes = (
-                    f"step {chosen.step} is evaluated: the latest checkpoint, of step "
-                    f"{latest.step}, holds no Hugging Face directory",
-                )
+            chosen = latest
     except RunDirectoryError as error:
         raise SetupError(str(error)) from None
     config = chosen.config_file or run / CONFIG
-    if chosen.hf_directory is None:
-        raise SetupError(
-            f"the checkpoint of step {chosen.step} in {run} holds no Hugging Face directory: write "
-            f"one with `treadle export {run} OUT --step {chosen.step}`, then `treadle eval OUT "
-            f"--config {config}`"
-        )
     return Source(
         text=text,
-        model=str(chosen.hf_directory),
+        model=str(chosen.hf_directory or chosen.policy_directory.parent),
         run=run,
         step=chosen.step,
         config=None if config.is_file() and is_sft(config) else config,
-        notes=notes,
     )
-
-
-def _last_model(checkpoints: Checkpoints, latest: Checkpoint) -> Checkpoint:
-    """Returns the last checkpoint with a Hugging Face directory, or the latest if none has one."""
-    for step in reversed(checkpoints.steps()):
-        if step <= latest.step and (checkpoint := checkpoints.at(step)).hf_directory is not None:
-            return checkpoint
-    return latest

@@ -67,11 +67,11 @@ def test_a_checkpoint_with_a_configuration_of_its_own_is_evaluated_with_that() -
     assert find_source("run").config == saved
 
 
-def test_a_latest_checkpoint_without_a_model_is_passed_over_and_said() -> None:
-    _run("run", steps={10: True, 20: False, 30: True}, latest=20)
+def test_a_latest_checkpoint_without_a_model_stands_for_it() -> None:
+    run = _run("run", steps={10: True, 20: False, 30: True}, latest=20).absolute()
     source = find_source("run")
-    assert source.step == 10
-    assert "step 10 is evaluated: the latest checkpoint, of step 20, holds no" in source.notes[0]
+    assert source.step == 20
+    assert source.model == str(run / "checkpoints/step-00000020")  # `resolve_model` writes it
 
 
 @pytest.mark.parametrize(
@@ -83,11 +83,6 @@ def test_a_latest_checkpoint_without_a_model_is_passed_over_and_said() -> None:
         ("empty", None, "empty is neither a model nor a run"),
         ("young", None, "young is a run without a checkpoint"),
         ("run", 30, "no checkpoint of step 30; steps with a checkpoint: 10, 20"),
-        (
-            "run",
-            20,
-            "treadle export .*run OUT --step 20`, then `treadle eval OUT --config .*run/con",
-        ),
         ("run/checkpoints/step-00000010", 10, "--step 10: .* is a checkpoint already"),
         ("demo:calculator", 10, "--step 10: only a run has steps"),
         ("127.0.0.1:4000", 10, "--step 10: only a run has steps"),

@@ -1,4 +1,4 @@
-"""The driver's end against real ranks: real processes, real Megatron on gloo."""
+"""The driver's end against real ranks: real processes; several of them have Megatron on gloo."""
 
 import asyncio
 import logging
@@ -6,10 +6,12 @@ import os
 import platform
 import re
 import signal
+import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,9 +25,11 @@ from treadle.policy.config.settings import to_json
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import SaveRequest
 from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
+from treadle.trainer.config.schema import Config
+from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.local import LocalLauncher, LocalProcess
-from treadle.trainer.launch.policy_ranks import rank_starter
-from treadle.trainer.launch.process import ProcessSpec
+from treadle.trainer.launch.policy_ranks import ask_rank_command, rank_starter
+from treadle.trainer.launch.process import ProcessError, ProcessSpec
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +80,9 @@ async def _group(
 ) -> AsyncIterator[tuple[PolicyGroup, _KeepingLauncher]]:
     """Starts a group; `unresponsive_s` counts from then on, for an import gives no sign of life."""
     config = PolicyConfig(
-        parallel=parallel or ParallelConfig(), collective_timeout_s=collective_timeout_s
+        backend="fake" if parallel is None else "megatron",
+        parallel=parallel or ParallelConfig(),
+        collective_timeout_s=collective_timeout_s,
     )
     async with (
         _KeepingLauncher(tmp_path / "logs") as launcher,
@@ -299,7 +305,7 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
             launcher,
             PolicyGroup(
                 rank_starter(launcher, threads=1),
-                PolicyConfig(),
+                PolicyConfig(backend="fake"),
                 model_path,
                 with_reference=False,
                 start_deadline_s=60.0,
@@ -314,3 +320,97 @@ async def test_cancelling_a_start_leaves_no_process(tmp_path: Path, model_path: 
         await task
     ends = [await wait_until_ended(p, 0) for p in launcher.processes.values()]
     assert None not in ends
+
+
+@pytest.mark.asyncio
+async def test_a_command_takes_the_place_of_the_interpreter(tmp_path: Path) -> None:
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        group = PolicyGroup(
+            rank_starter(launcher, threads=1),
+            PolicyConfig(command=("/nowhere/treadle-policy-rank",)),
+            tmp_path,
+            with_reference=False,
+            start_deadline_s=60.0,
+        )
+        with pytest.raises(ProcessError, match="policy-0: cannot run /nowhere/treadle-policy-rank"):
+            await group.__aenter__()
+
+
+# A rank of another release, which serves what its arguments name, by answers without any field.
+_OTHER_RELEASE = """
+import asyncio, json, os, sys
+import grpc
+
+served = sys.argv[1].split(",")
+ready = sys.argv[sys.argv.index("--ready_file") + 1]
+
+async def answer(request, context):
+    return b""
+
+async def live(request, context):
+    yield b""
+    await asyncio.Event().wait()
+
+class Handler(grpc.GenericRpcHandler):
+    def service(self, details):
+        name = details.method.rpartition("/")[2]
+        if name in served and name == "Watch":
+            return grpc.unary_stream_rpc_method_handler(live)
+        return grpc.unary_unary_rpc_method_handler(answer) if name in served else None
+
+async def main():
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Handler(),))
+    address = "127.0.0.1:%d" % server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    with open(ready + ".partial", "w") as file:
+        json.dump({"address": address, "pid": os.getpid()}, file)
+    os.rename(ready + ".partial", ready)
+    await server.wait_for_termination()
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize(
+    ("served", "settings", "message"),
+    [
+        ("none", {}, "do not serve /treadle.policy.v1.RankService/Watch: .*of another release"),
+        ("Watch", {}, "do not serve /treadle.policy.v1.RankService/GetPolicyInfo"),
+        ("Watch,GetPolicyInfo", {"lora": {"rank": 1}}, "has no lora, which policy.lora needs"),
+        ("Watch,GetPolicyInfo", {}, "do not serve /treadle.policy.v1.RankService/Initialize"),
+    ],
+)
+async def test_a_rank_of_another_release_is_refused_by_what_it_lacks(
+    tmp_path: Path, served: str, settings: dict[str, Any], message: str
+) -> None:
+    command = (sys.executable, "-c", _OTHER_RELEASE, served)
+    async with LocalLauncher(tmp_path / "logs") as launcher:
+        group = PolicyGroup(
+            rank_starter(launcher, threads=1),
+            PolicyConfig.model_validate({"command": command, **settings}),
+            tmp_path,
+            with_reference=False,
+            start_deadline_s=60.0,
+        )
+        with pytest.raises(PolicyError, match=message) as refused:
+            await group.__aenter__()
+    assert refused.value.from_input
+
+
+def test_a_command_is_asked_for_its_versions_before_a_run() -> None:
+    def asked(*command: str, **changes: Any) -> str | None:
+        policy = PolicyConfig(command=command)
+        return ask_rank_command(
+            Config.model_validate(
+                {"data": {"train_files": ["t"]}, "model": {"path": "m"}, **changes}
+            ).model_copy(update={"policy": policy})
+        )
+
+    assert asked() is None
+    assert asked("/nowhere/rank", launch={"kind": "ray"}) is None
+    answer = asked("echo", "treadle-policy 1.0,")
+    assert answer == "echo 'treadle-policy 1.0,': treadle-policy 1.0, --version"
+    with pytest.raises(ConfigError, match=r"policy\.command=\['/nowhere/rank'\]: there is no"):
+        asked("/nowhere/rank")

@@ -177,11 +177,13 @@ class _Keeper:
                 f"{self._executable}: {'; '.join(different)}"
             )
 
-    async def examine(self, program: str | None, files: Mapping[Path, str]) -> Sequence[str]:
+    async def examine(
+        self, programs: Mapping[str, str], files: Mapping[Path, str]
+    ) -> Sequence[str]:
         """Returns what is wrong with this node; starts nothing.
 
         Args:
-            program: What starts a server here; None: the interpreter does.
+            programs: Setting -> the program that its command begins with.
             files: Path -> SHA-256 that it must have, in hexadecimal digits.
         """
         here = f"node {platform.node()}"
@@ -190,11 +192,12 @@ class _Keeper:
             await self._check_interpreter()
         except ProcessError as error:
             problems.append(str(error))
-        if program is not None and shutil.which(program) is None:
-            problems.append(
-                f"{here} has no {program}, with which rollout.server_command begins: install the "
-                "engine's environment there under the same path"
-            )
+        problems += [
+            f"{here} has no {program}, with which {key} begins: install its environment there "
+            "under the same path"
+            for key, program in programs.items()
+            if shutil.which(program) is None
+        ]
         for path, wanted in files.items():
             found = await asyncio.to_thread(_sha256, path)
             if found is None:
@@ -516,12 +519,12 @@ class RayLauncher:
         self._made.close()
 
     async def examine(
-        self, *, program: str | None, files: Mapping[Path, str]
+        self, *, programs: Mapping[str, str], files: Mapping[Path, str]
     ) -> Mapping[str, Sequence[str]]:
         """Returns what is wrong with each node for this driver's processes, by the node's address.
 
         Args:
-            program: What starts a server on a node; None: the driver's interpreter does.
+            programs: Setting -> the program that its command begins with, on a node.
             files: Path -> SHA-256 that it must have on each node, in hexadecimal digits.
         """
         import ray
@@ -535,7 +538,7 @@ class RayLauncher:
             try:
                 async with asyncio.timeout(self._config.start_deadline_s):
                     found[node["NodeManagerAddress"]] = await actor.examine.remote(
-                        program, dict(files)
+                        dict(programs), dict(files)
                     )
             except TimeoutError:
                 late = (

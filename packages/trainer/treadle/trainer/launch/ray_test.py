@@ -113,7 +113,9 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         model.write_text("{}")
         digest = hashlib.sha256(b"{}").hexdigest()
         ((address, problems),) = (
-            await launcher.examine(program=sys.executable, files={model: digest})
+            await launcher.examine(
+                programs={"policy.command": sys.executable}, files={model: digest}
+            )
         ).items()
         (node,) = ray.nodes()  # type: ignore[no-untyped-call]
         assert (address, problems) == (node["NodeManagerAddress"], [])
@@ -121,7 +123,7 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         model.write_text("{ }")
         ((_, problems),) = (
             await launcher.examine(
-                program="/nowhere/server",
+                programs={"rollout.server_command": "/nowhere/server"},
                 files={model: digest, tmp_path / "config.json": digest},
             )
         ).items()
@@ -132,7 +134,7 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
 
         real = sys.executable
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
-        ((_, problems),) = (await launcher.examine(program=None, files={})).items()
+        ((_, problems),) = (await launcher.examine(programs={}, files={})).items()
         assert "has no /nowhere/python, the driver's interpreter" in problems[0]
         with pytest.raises(ProcessError, match=f"where Ray runs {real}, has no /nowhere/python"):
             await launcher.start(_spec("other"))

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from treadle.trainer.config.logger_names import ALWAYS, short_name
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.loggers.logger_process import LoggerProcess
-from treadle.trainer.loggers.named import ALWAYS, short_name
 from treadle.trainer.loggers.run_logger import End, Table
 from treadle.trainer.loggers.secrets import without_secrets
 from treadle.trainer.report.warning_signs import Alert

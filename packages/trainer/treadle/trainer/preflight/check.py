@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import LoopRegistry, RewardFn, SetupError
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.registry import describe as describe_backend
 from treadle.policy.config.algorithm import LOSS_NAMES
 from treadle.trainer.checkpoint.begin_or_resume import (
     ResumePoint,
@@ -52,17 +52,18 @@ from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
+from treadle.trainer.launch.policy_ranks import ask_rank_command
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan, make_plan
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.devices import ask_cluster, check_gpus, device_rows
 from treadle.trainer.preflight.model_checks import (
-    check_blocks,
+    check_backend,
     check_config_file,
-    check_experts,
     check_parallel,
     check_reference,
+    check_training,
     check_vocabulary,
     check_weights,
     read_architecture,
@@ -88,7 +89,7 @@ from treadle.trainer.tracing.backends import check_tracing
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
-    from treadle.policy.backends.megatron.architecture import Architecture
+    from treadle.policy.backends.description import ModelShape
 
 __all__ = ["CheckedRun", "check_run"]
 
@@ -157,6 +158,7 @@ class _Checks:
     ) -> None:
         self._missing: tuple[str, ...] = () if missing is None else missing.keys
         self._config = config
+        self._backend = describe_backend(config.policy.backend)
         self._run_dir = run_dir
         self._own = own
         self._problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
@@ -166,13 +168,13 @@ class _Checks:
         self._rules: PromptRules | None = None
         self._fitting: list[str] = []
         self._reward: RewardFn | None = None
-        self._architecture: Architecture | None = None
-        self._reference: Architecture | None = None
+        self._architecture: ModelShape | None = None
+        self._reference: ModelShape | None = None
         self._renderer: HfRenderer | None = None
         self._prompts: dict[str, PromptSet] = {}
         self._resume: ResumePoint | None = None
         self._plan: Plan | None = None
-        self._server_answer: str | None = None
+        self._answers = dict[str, str]()
         self._gpus: tuple[Gpu, ...] = ()
         self._cluster: str | None = None
 
@@ -238,12 +240,20 @@ class _Checks:
             return True
         try:
             folder = resolve_model(self._config.model.path, weights=False)
-            return read_model_config(folder).get("model_type") in NAMING
+            return read_model_config(folder).get("model_type") in self._backend.vision_types
         except SetupError:
             return True
 
     def model(self) -> None:
         """Looks at the model's files; loads its tokenizer."""
+        algorithm = self._config.algorithm
+        with self._check():
+            check_backend(
+                self._backend,
+                self._config.policy,
+                critic=algorithm.needs_critic,
+                other_reference=algorithm.reference_path is not None,
+            )
         if "model.path" in self._missing:
             return
         source, folder = self._config.model.path, None
@@ -257,29 +267,29 @@ class _Checks:
                 check_weights(folder)
         readable = False
         with self._check():
-            check_config_file(folder)
+            check_config_file(folder, self._backend.model_types)
             readable = True
         if not readable:
             return
         with self._check():
             check_context(config)
         with self._check():
-            self._architecture = read_architecture(folder)
+            self._architecture = read_architecture(folder, self._backend)
         with self._check():
             self._renderer = load_renderer(config)
         if self._architecture is not None:
             with self._check():
-                check_parallel(config, self._architecture)
+                check_parallel(config, self._backend, self._architecture)
             with self._check():
-                check_experts(config.policy, self._architecture)
-            with self._check():
-                check_blocks(config.policy, self._architecture)
+                check_training(self._backend, config.policy, self._architecture)
         if self._architecture is not None and self._renderer is not None:
             with self._check():
                 check_vocabulary(folder, self._architecture, self._renderer)
         if (reference := config.algorithm.reference_path) is not None:
             with self._check():
-                self._reference = check_reference(reference, folder, config.policy.parallel)
+                self._reference = check_reference(
+                    reference, folder, config.policy.parallel, self._backend
+                )
         if config.algorithm.reference_addresses and self._renderer is not None:
             # It loads grpc, which no other check needs.
             from treadle.trainer.rollout.served_reference import check_served_reference
@@ -319,7 +329,10 @@ class _Checks:
         with self._check():
             check_server_command(config)
             if config.rollout.server_command and config.launch.kind == "local":
-                self._server_answer = ask_server_command(config)
+                self._answers["server settings"] = ask_server_command(config)
+        with self._check():
+            if (answer := ask_rank_command(config)) is not None:
+                self._answers["policy ranks"] = answer
         with self._check():
             check_launcher(config)
         with self._check():
@@ -359,14 +372,15 @@ class _Checks:
         )
         config, plan = self._config, self._plan
         per_update = plan.trajectories_per_step // config.algorithm.mini_batches
-        line, memory = memory_line(config, self._architecture, per_update, self._reference)
+        line, memory = memory_line(
+            config, self._backend, self._architecture, per_update, self._reference
+        )
         details = (
-            *describe(config, self._own, inputs, self._architecture),
+            *describe(config, self._own, inputs, self._backend, self._architecture),
             ("memory of a policy rank", line),
             *device_rows(config, self._architecture, memory, self._gpus, self._cluster),
+            *self._answers.items(),
         )
-        if self._server_answer is not None:
-            details = (*details, ("server settings", self._server_answer))
         return CheckedRun(
             config=config,
             run_dir=self._run_dir,

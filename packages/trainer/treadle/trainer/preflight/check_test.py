@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.cli.console import new_run_dir
+from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.config.load import ConfigError, load_config
 from treadle.trainer.data import DataError
 from treadle.trainer.demo import DEMO
@@ -124,6 +124,30 @@ def test_a_model_that_cannot_be_trained(
     with pytest.raises(SetupError, match=message) as raised:
         _check(f"model.path={model}", rows=rows)
     assert not isinstance(raised.value, SeveralProblems)
+
+
+def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) -> None:
+    cannot = {
+        "policy.parallel.data=2": "policy.parallel.data=1",
+        "policy.dtype=bfloat16": "policy.dtype=float32",
+        "policy.lora.rank=4": "policy.lora.rank=0",
+        "policy.offload.parameters=true": "policy.offload={}",
+        "policy.recompute=full": "policy.recompute=none",
+        "policy.share_prefixes=always": "policy.share_prefixes=auto",
+        "algorithm.advantage=gae": "algorithm.advantage=grpo",
+    }
+    with pytest.raises(SeveralProblems) as raised:
+        _check("policy.backend=fake", *cannot, rows=rows)
+    said = [str(error) for error in raised.value.errors]
+    assert len(said) == len(cannot)
+    for line, fix in zip(said, cannot.values(), strict=True):
+        assert line.startswith("policy.backend=fake has no ")
+        assert line.endswith(f": set {fix}, or policy.backend=megatron")
+    lines = dict(_check("policy.backend=fake", rows=rows).plan.rows())
+    assert lines["architecture"] == "qwen2, 131200 parameters, context of 1024 tokens"
+    _change_json(model / "config.json", model_type="phi3")
+    with pytest.raises(SetupError, match=r"'phi3' is not supported by the fake backend; .*llama"):
+        _check("policy.backend=fake", f"model.path={model}", rows=rows)
 
 
 def test_routing_is_replayed_by_models_with_experts_only(rows: Path) -> None:

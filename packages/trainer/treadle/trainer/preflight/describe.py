@@ -5,12 +5,10 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from statistics import median
 from typing import TYPE_CHECKING
 
-from treadle.policy.backends.megatron.memory import estimate_memory, rank_memory
-from treadle.policy.config.policy import LoraConfig
+from treadle.policy.backends.description import rank_memory
 from treadle.tools.rewards import name_for_source
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt
@@ -18,14 +16,18 @@ from treadle.trainer.data.load_data import Inputs
 from treadle.trainer.own_code import OwnCode
 
 if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.architecture import Architecture
-    from treadle.policy.backends.megatron.memory import RankMemory
+    from treadle.policy.backends.description import BackendDescription, ModelShape, RankMemory
+    from treadle.policy.config.policy import LoraConfig
 
 __all__ = ["describe", "memory_line", "size_in_words"]
 
 
 def describe(
-    config: Config, own: OwnCode, inputs: Inputs, architecture: Architecture
+    config: Config,
+    own: OwnCode,
+    inputs: Inputs,
+    backend: BackendDescription,
+    architecture: ModelShape,
 ) -> Iterator[tuple[str, str]]:
     """Yields (what, which), one pair per line of the plan."""
     yield (
@@ -34,7 +36,7 @@ def describe(
         f"context of {architecture.max_positions} tokens",
     )
     if config.policy.lora.rank:
-        yield "adapter", _adapter(config.policy.lora, architecture)
+        yield "adapter", _adapter(config.policy.lora, backend, architecture)
     yield "data sources", _counted(inputs, _sources)
     yield "reward", _reward(config, own, inputs)
     yield "agent loops", _counted(inputs, lambda prompt: [prompt.loop])
@@ -42,10 +44,8 @@ def describe(
     yield "prompt lengths", _lengths(inputs)
 
 
-def _adapter(lora: LoraConfig, architecture: Architecture) -> str:
-    adapted = architecture.adapted(lora.targets)
-    sizes = [sum(architecture.matrices[name]) for name in adapted]
-    trained = architecture.num_layers * lora.rank * sum(sizes)
+def _adapter(lora: LoraConfig, backend: BackendDescription, architecture: ModelShape) -> str:
+    adapted, trained = backend.adapters(architecture, lora)
     return (
         f"rank {lora.rank}, alpha {lora.alpha:g} on {', '.join(adapted)}: "
         f"{_parameters(trained)} parameters are trained, "
@@ -55,14 +55,16 @@ def _adapter(lora: LoraConfig, architecture: Architecture) -> str:
 
 def memory_line(
     config: Config,
-    architecture: Architecture,
+    backend: BackendDescription,
+    architecture: ModelShape,
     num_trajectories: int,
-    reference: Architecture | None = None,
+    reference: ModelShape | None = None,
 ) -> tuple[str, RankMemory]:
     """Returns the estimate for the plan, in words and in bytes.
 
     Args:
         config: Of the run.
+        backend: Of the policy.
         architecture: Of the model.
         num_trajectories: Of one update, over all data-parallel ranks.
         reference: Of the model that `algorithm.reference_path` names.
@@ -70,7 +72,7 @@ def memory_line(
     policy, context = config.policy, config.rollout.context_length
     at_most = -(-num_trajectories * context // policy.parallel.data)
     rows = min(max(policy.micro_batch_tokens * policy.parallel.context, context), at_most)
-    found = estimate_memory(
+    found = backend.memory(
         architecture,
         policy,
         rows=rows,
@@ -79,10 +81,7 @@ def memory_line(
     )
     critic, kept = None, 0
     if config.algorithm.needs_critic:
-        # It trains all weights, and has no output layer: as many as a tied model.
-        tied = replace(architecture, tied=True)
-        whole = policy.model_copy(update={"lora": LoraConfig()})
-        critic = estimate_memory(tied, whole, rows=rows)
+        critic = backend.critic_memory(architecture, policy, rows=rows)
         kept = critic.weights + critic.gradients + critic.optimizer
     memory = rank_memory(policy.offload, found, critic)
     parts = [

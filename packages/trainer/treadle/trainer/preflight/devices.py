@@ -1,6 +1,6 @@
 """The plan's lines about GPUs: which process has which, what they hold, and what is there.
 
-The memory of a GPU is an estimate. The policy's is that of `policy.megatron.memory`. A server needs
+The memory of a GPU is an estimate. The policy's is that of its backend. A server needs
 
     b P / T + n c k,    k = 2 L K d b / T
 
@@ -28,8 +28,7 @@ from treadle.trainer.preflight.describe import size_in_words
 from treadle.trainer.preflight.device_table import Block, aligned, blocks
 
 if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.architecture import Architecture
-    from treadle.policy.backends.megatron.memory import RankMemory
+    from treadle.policy.backends.description import ModelShape, RankMemory
 
 __all__ = ["ask_cluster", "check_gpus", "device_rows", "found_gpus", "topology_rows"]
 
@@ -94,7 +93,7 @@ def _on_cluster(config: AnyConfig) -> bool:
 
 def device_rows(
     config: Config,
-    architecture: Architecture,
+    architecture: ModelShape,
     memory: RankMemory,
     found: Sequence[Gpu],
     cluster: str | None = None,
@@ -180,7 +179,7 @@ class _ServerMemory:
     part: float | None
 
     @staticmethod
-    def of(config: Config, architecture: Architecture) -> _ServerMemory:
+    def of(config: Config, architecture: ModelShape) -> _ServerMemory:
         rollout = config.rollout
         size, tensor = _BYTES[rollout.dtype], rollout.tensor_model_parallel_size
         heads = max(1, architecture.num_kv_heads // tensor)

@@ -3,8 +3,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
+from treadle.policy.backends.description import RankMemory
 from treadle.policy.backends.megatron.architecture import Architecture
-from treadle.policy.backends.megatron.memory import RankMemory
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError

@@ -5,18 +5,17 @@ Reads config.json and names of files; no weights, and no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
-from treadle.policy.backends.megatron.architecture import (
-    MODEL_TYPES,
-    Architecture,
+from treadle.policy.backends.description import (
+    BackendDescription,
+    ModelShape,
     UnsupportedModelError,
+    refusals,
 )
-from treadle.policy.backends.megatron.experts.check import split_problems, training_problems
-from treadle.policy.backends.megatron.vision.shape import NAMING
 from treadle.policy.client.hf_files import missing_weights
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import Config
@@ -29,26 +28,53 @@ if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
 
 __all__ = [
-    "check_blocks",
+    "check_backend",
     "check_config_file",
-    "check_experts",
     "check_parallel",
     "check_policy_parallel",
     "check_reference",
+    "check_training",
     "check_vocabulary",
     "check_weights",
     "read_architecture",
 ]
 
 
-def check_config_file(folder: Path) -> None:
+def check_backend(
+    backend: BackendDescription,
+    policy: PolicyConfig,
+    *,
+    critic: bool = False,
+    other_reference: bool = False,
+) -> None:
+    """Rejects what `policy.backend` can do for no model; see `refusals`.
+
+    Raises:
+        SetupError: The backend lacks one thing.
+        SeveralProblems: It lacks more.
+    """
+    _raise_all(refusals(backend, policy, critic=critic, other_reference=other_reference))
+
+
+def _raise_all(found: Iterable[str]) -> None:
+    problems = Problems(SetupError)
+    for problem in found:
+        problems.add(SetupError(problem))
+    problems.raise_if_any()
+
+
+def check_config_file(folder: Path, model_types: Collection[str]) -> None:
     """Rejects a config.json that cannot be read; nothing else of the model can be used then.
+
+    Args:
+        folder: Of the model.
+        model_types: Those of `BackendDescription`; transformers may know less about others.
 
     Raises:
         SetupError: It is no JSON object, or has a value of the wrong type.
     """
-    if read_model_config(folder).get("model_type") not in MODEL_TYPES:
-        return  # transformers may know less about it
+    if read_model_config(folder).get("model_type") not in model_types:
+        return
     from transformers import AutoConfig
 
     try:
@@ -59,14 +85,14 @@ def check_config_file(folder: Path) -> None:
         ) from error
 
 
-def read_architecture(folder: Path) -> Architecture:
+def read_architecture(folder: Path, backend: BackendDescription) -> ModelShape:
     """Returns the architecture of a model directory.
 
     Raises:
         SetupError: The policy cannot compute the model.
     """
     try:
-        return Architecture.from_folder(folder)
+        return backend.read_model(folder)
     except UnsupportedModelError as error:
         raise SetupError(
             f"{folder / 'config.json'}: {error}; docs/models.md lists the models that can be "
@@ -86,7 +112,7 @@ def check_weights(folder: Path, *, setting: str = "model.path") -> None:
         )
 
 
-def check_vocabulary(folder: Path, architecture: Architecture, renderer: HfRenderer) -> None:
+def check_vocabulary(folder: Path, architecture: ModelShape, renderer: HfRenderer) -> None:
     """Rejects a tokenizer with ids that the model does not have.
 
     Raises:
@@ -99,73 +125,40 @@ def check_vocabulary(folder: Path, architecture: Architecture, renderer: HfRende
         )
 
 
-def check_policy_parallel(parallel: ParallelConfig, architecture: Architecture) -> None:
+def check_policy_parallel(
+    backend: BackendDescription, parallel: ParallelConfig, architecture: ModelShape
+) -> None:
     """Rejects numbers of policy ranks into which the model cannot be split.
 
     Raises:
         SetupError: One size does not divide the model.
         SeveralProblems: More than one does not.
     """
-    problems = Problems(SetupError)
-    for tensor, pipeline in ((parallel.tensor, 1), (1, parallel.pipeline)):
-        with problems.collected():
-            try:
-                architecture.check_parallel(tensor=tensor, pipeline=pipeline)
-            except UnsupportedModelError as error:
-                raise SetupError(f"{error}: take a size that does") from error
-    with problems.collected():
-        try:
-            architecture.check_context(parallel.context)
-        except UnsupportedModelError as error:
-            raise SetupError(str(error)) from error
-    for problem in split_problems(architecture.experts, parallel):
-        with problems.collected():
-            raise SetupError(problem)
-    problems.raise_if_any()
+    _raise_all(backend.split_problems(architecture, parallel))
 
 
-def check_experts(policy: PolicyConfig, architecture: Architecture) -> None:
-    """Rejects settings of training that do not fit the model's experts or their absence.
+def check_training(
+    backend: BackendDescription, policy: PolicyConfig, architecture: ModelShape
+) -> None:
+    """Rejects settings of the policy that do not go with the model's blocks, or their absence.
 
     Raises:
         SetupError: One does not fit.
         SeveralProblems: More than one does not.
     """
-    problems = Problems(SetupError)
-    for problem in training_problems(architecture, policy):
-        with problems.collected():
-            raise SetupError(problem)
-    problems.raise_if_any()
+    _raise_all(backend.training_problems(architecture, policy))
 
 
-def check_blocks(policy: PolicyConfig, architecture: Architecture) -> None:
-    """Rejects settings of the policy that do not go with the blocks of the model.
-
-    Raises:
-        SetupError: Prefixes cannot be shared, or a part of a matrix is to have an adapter.
-        SeveralProblems: Both.
-    """
-    problems = Problems(SetupError)
-    with problems.collected():
-        try:
-            architecture.check_sharing(policy.share_prefixes)
-        except UnsupportedModelError as error:
-            raise SetupError(str(error)) from error
-    with problems.collected():
-        try:
-            architecture.adapted(policy.lora.targets if policy.lora.rank else ())
-        except UnsupportedModelError as error:
-            raise SetupError(str(error)) from error
-    problems.raise_if_any()
-
-
-def check_reference(source: Path, policy: Path, parallel: ParallelConfig) -> Architecture:
+def check_reference(
+    source: Path, policy: Path, parallel: ParallelConfig, backend: BackendDescription
+) -> ModelShape:
     """Returns the architecture of the reference model, which must be able to score the policy.
 
     Args:
         source: `algorithm.reference_path`.
         policy: The policy's model directory.
         parallel: Of the policy.
+        backend: Computes both.
 
     Raises:
         SetupError: It is no model that the ranks can compute, or it has another tokenizer.
@@ -175,14 +168,11 @@ def check_reference(source: Path, policy: Path, parallel: ParallelConfig) -> Arc
     folder = resolve_model(source, weights=False, setting=setting)
     if source.expanduser().is_dir() or not is_model_id(str(source)):
         check_weights(folder, setting=setting)
-    check_config_file(folder)
-    architecture = read_architecture(folder)
-    check_policy_parallel(parallel, architecture)
-    if read_model_config(policy).get("model_type") in NAMING:
-        try:
-            read_architecture(policy).check_reference(architecture)
-        except UnsupportedModelError as error:
-            raise SetupError(str(error)) from error
+    check_config_file(folder, backend.model_types)
+    architecture = read_architecture(folder, backend)
+    check_policy_parallel(backend, parallel, architecture)
+    if read_model_config(policy).get("model_type") in backend.vision_types:
+        _raise_all(backend.reference_problems(read_architecture(policy, backend), architecture))
     ours, theirs = _token_ids(policy), _token_ids(folder)
     if len(theirs) > architecture.vocab_size:
         raise SetupError(
@@ -217,7 +207,7 @@ def _token_ids(folder: Path) -> Mapping[str, int]:
     return found
 
 
-def check_parallel(config: Config, architecture: Architecture) -> None:
+def check_parallel(config: Config, backend: BackendDescription, architecture: ModelShape) -> None:
     """Rejects numbers of processes into which the model cannot be split.
 
     Raises:
@@ -226,7 +216,7 @@ def check_parallel(config: Config, architecture: Architecture) -> None:
     """
     problems = Problems(SetupError)
     with problems.collected():
-        check_policy_parallel(config.policy.parallel, architecture)
+        check_policy_parallel(backend, config.policy.parallel, architecture)
     with problems.collected():
         size = config.rollout.tensor_model_parallel_size
         if architecture.num_heads % size:

@@ -5,11 +5,12 @@ import socket
 
 from treadle.agent_loop.loopback import is_loopback
 from treadle.policy.algorithms.estimators import find_estimator
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError, PromptSet
-from treadle.trainer.loggers.named import ALWAYS, check_logger
+from treadle.trainer.loggers.named import check_logger
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.problems import Problems
 

@@ -10,8 +10,6 @@ import importlib.util
 import json
 import os
 import shlex
-import shutil
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -23,7 +21,8 @@ from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.topology import Devices
 from treadle.trainer.config.verl_keys import ConfigError
-from treadle.trainer.launch.environment import cpu_count, foreign_environment, thread_variables
+from treadle.trainer.launch.environment import cpu_count, thread_variables
+from treadle.trainer.launch.own_environment import ask_command, check_command
 from treadle.trainer.launch.process import ProcessSpec
 from treadle.trainer.rollout.server_security import needs_own_token
 
@@ -36,8 +35,8 @@ __all__ = [
     "server_traces",
 ]
 
+_COMMAND = "rollout.server_command"
 _OWN_ENVIRONMENT = ("vllm", "sglang")
-_HELP_DEADLINE_S = 120.0
 # Keys of `rollout` that are passed as `model.KEY`, unless they have their default.
 _MODEL_KEYS = (
     "tensor_model_parallel_size",
@@ -146,12 +145,8 @@ def check_server_command(config: Config) -> None:
         if path is not None and not path.is_file():
             raise ConfigError(f"rollout.{key}={path}: there is no such file on this machine")
     if rollout.server_command:
-        program = rollout.server_command[0]
-        if config.launch.kind == "local" and shutil.which(program) is None:
-            raise ConfigError(
-                f"rollout.server_command={list(rollout.server_command)}: there is no program "
-                f"{program!r} on this machine"
-            )
+        if config.launch.kind == "local":
+            check_command(_COMMAND, rollout.server_command)
     elif (
         rollout.num_replicas
         and rollout.name in _OWN_ENVIRONMENT
@@ -197,27 +192,10 @@ def ask_server_command(config: Config) -> str:
     if server_traces(config, Path()) is not None:
         wanted.append("tracing.jsonl")
     shown = shlex.join((*command, "--help"))
-    try:
-        answer = subprocess.run(
-            (*command, "--help"),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_HELP_DEADLINE_S,
-            env=foreign_environment(command[0], {}),
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"rollout.server_command: `{shown}` does not run: {error}") from None
-    if answer.returncode:
-        said = "\n".join((answer.stdout + answer.stderr).splitlines()[-10:])
+    answer = ask_command(_COMMAND, command, "--help")
+    if missing := [f"--{key}" for key in wanted if f"--{key} " not in answer]:
         raise ConfigError(
-            f"rollout.server_command: `{shown}` exited with status {answer.returncode}:\n{said}"
-        )
-    if missing := [f"--{key}" for key in wanted if f"--{key} " not in answer.stdout]:
-        raise ConfigError(
-            f"rollout.server_command: the server of `{shown}` does not know {', '.join(missing)}, "
+            f"{_COMMAND}: the server of `{shown}` does not know {', '.join(missing)}, "
             "which this run would give it: install the release of treadle-rollout-server that "
             "belongs to this trainer there"
         )

@@ -120,15 +120,11 @@ def test_what_the_torch_engine_lacks_is_refused_before_a_server_is_started() -> 
         check_engine_settings(RolloutConfig.model_validate(accepted))
 
 
-def test_a_server_that_answers_for_other_settings_is_refused(tmp_path: Path) -> None:
+def test_a_server_that_answers_for_other_settings_is_refused() -> None:
     known = [key for key in _all(_config()) if key != "--model.dtype"]
     text = f"print({' text '.join([*known, ''])!r})"
     with pytest.raises(ConfigError, match=r"does not know --model\.dtype, which"):
         ask_server_command(_config(server_command=(sys.executable, "-c", text)))
-    with pytest.raises(ConfigError, match="exited with status 1:\nno engine here"):
-        ask_server_command(_config(server_command=(sys.executable, "-c", "exit('no engine here')")))
-    with pytest.raises(ConfigError, match=r"does not run: .*No such file"):
-        ask_server_command(_config(server_command=(str(tmp_path / "none"),)))
 
 
 def test_a_server_that_knows_every_setting_says_so() -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
+from treadle.policy.backends.registry import describe
 from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError
+from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError
@@ -20,13 +22,14 @@ from treadle.trainer.data.load_data import load_renderer, model_context
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
-from treadle.trainer.loggers.named import ALWAYS
+from treadle.trainer.launch.policy_ranks import ask_rank_command
 from treadle.trainer.model_source import resolve_model
 from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
+    check_backend,
     check_config_file,
-    check_experts,
     check_policy_parallel,
+    check_training,
     check_vocabulary,
     check_weights,
     read_architecture,
@@ -109,12 +112,7 @@ class CheckedSft:
         )
         every = "never" if schedule.val_every is None else f"every {schedule.val_every} steps"
         yield "validation", every
-        saved = "" if schedule.save_every is None else f"every {schedule.save_every} steps"
-        last = "after the last step" if schedule.save_last else ""
-        yield (
-            "checkpoints",
-            ", ".join(filter(None, (saved, last))) or ("never: the trained model will be lost"),
-        )
+        yield "checkpoints", schedule.when_saved()
         yield from topology_rows(config)
         if config.launch.gpus_per_node:
             yield "  found", found_gpus(config, self.gpus)
@@ -161,6 +159,8 @@ def check_sft(
         check_run_directory(run_dir, config)
     with problems.collected():
         check_launcher(config)
+    with problems.collected():
+        ask_rank_command(config)
     gpus: tuple[Gpu, ...] = ()
     with problems.collected():
         gpus = check_gpus(config, needed=gpus_needed)
@@ -188,6 +188,9 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
     """Looks at the model's files; returns its chat format if that can be used."""
     source = config.model.path
     folder = renderer = architecture = None
+    backend = describe(config.policy.backend)
+    with problems.collected():
+        check_backend(backend, config.policy)
     with problems.collected():
         folder = resolve_model(source, weights=False)
     if folder is None:
@@ -197,7 +200,7 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
             check_weights(folder)
     readable = False
     with problems.collected():
-        check_config_file(folder)
+        check_config_file(folder, backend.model_types)
         readable = True
     if not readable:
         return None
@@ -209,15 +212,15 @@ def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
                 f"{longest}: lower it"
             )
     with problems.collected():
-        architecture = read_architecture(folder)
+        architecture = read_architecture(folder, backend)
     with problems.collected():
         model = config.model.model_copy(update={"path": folder})
         renderer = load_renderer(config.model_copy(update={"model": model}))
     if architecture is not None:
         with problems.collected():
-            check_policy_parallel(config.policy.parallel, architecture)
+            check_policy_parallel(backend, config.policy.parallel, architecture)
         with problems.collected():
-            check_experts(config.policy, architecture)
+            check_training(backend, config.policy, architecture)
         if renderer is not None:
             with problems.collected():
                 check_vocabulary(folder, architecture, renderer)

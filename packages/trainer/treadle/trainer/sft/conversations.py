@@ -9,30 +9,29 @@ Invariant: nothing in these columns is ignored: what is not understood is an err
 row and cause. Other columns are not read, which a note says.
 """
 
-import json
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from treadle.agent_loop import Message, SetupError, ToolCall, ToolSpec
+from treadle.agent_loop import Message, SetupError, ToolSpec
 from treadle.tools.catalog import tool_spec
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import Row, read_rows
 from treadle.trainer.data.errors import nearest
 from treadle.trainer.data.images import with_images
+from treadle.trainer.data.messages import (
+    WrongMessage,
+    check_without_null,
+    decoded,
+    read_list,
+    read_message,
+)
 from treadle.trainer.data.row_problems import RowProblems
 from treadle.trainer.sft.demonstration import Demonstration
 
 __all__ = ["Conversation", "Conversations", "read_conversations"]
 
-_ROLES = ("system", "user", "assistant", "tool")
-_KEYS = {
-    "system": ("content",),
-    "user": ("content",),
-    "assistant": ("content", "tool_calls", "reasoning_content"),
-    "tool": ("content", "tool_call_id", "name"),
-}
 _SETTING = "enable_thinking"
 """A column by which verl sets a variable of the template row by row."""
 
@@ -77,7 +76,7 @@ def read_conversations(
         unread.update(key for key in row.columns if key not in read)
         try:
             made.append(Conversation(place=row.place, demonstration=_demonstration(row, data)))
-        except (_Wrong, SetupError, ValueError) as error:
+        except (WrongMessage, SetupError, ValueError) as error:
             found.add(row.place, str(error))
     found.raise_if_any()
     notes = []
@@ -87,130 +86,57 @@ def read_conversations(
     return Conversations(conversations=tuple(made), notes=tuple(notes))
 
 
-class _Wrong(Exception):
-    """A row is wrong; the message says how."""
-
-
 def _demonstration(row: Row, data: SftDataConfig) -> Demonstration:
     columns = row.columns
     if columns.get(_SETTING) is not None:
-        raise _Wrong(
+        raise WrongMessage(
             f"the column {_SETTING!r} would set a variable of the template for this row alone, "
             f"which is not available: leave it out and set agent.template_kwargs.{_SETTING}"
         )
     if columns.get(data.tools_key) is None:
         near = nearest(data.tools_key, [name for name in columns if name != data.messages_key])
         if near and data.tools_key not in columns:
-            raise _Wrong(
+            raise WrongMessage(
                 f"there is no column {data.tools_key!r}{near}: rename it, or set data.tools_key"
             )
-    messages = _list(columns[data.messages_key], data.messages_key)
-    tools = _list(columns.get(data.tools_key) or [], data.tools_key)
-    made = [_message(value, f"{data.messages_key}[{i}]") for i, value in enumerate(messages)]
-    specs = [_tool(value, f"{data.tools_key}[{i}]") for i, value in enumerate(tools)]
+    messages = read_list(columns[data.messages_key], data.messages_key)
+    tools = read_list(columns.get(data.tools_key) or [], data.tools_key)
+    shows = bool(columns.get(data.images_key))
+    messages, unlearned = _without_weights(messages, data.messages_key)
+    made = [
+        read_message(value, f"{data.messages_key}[{i}]", exact=row.exact, images=shows)
+        for i, value in enumerate(messages)
+    ]
+    specs = [_tool(value, f"{data.tools_key}[{i}]", row) for i, value in enumerate(tools)]
     _check_calls(made, specs, data)
     shown = with_images(made, columns.get(data.images_key), name=data.images_key)
-    return Demonstration(messages=shown, tools=tuple(specs))
+    return Demonstration(messages=shown, tools=tuple(specs), unlearned=unlearned)
 
 
-def _list(value: object, where: str) -> Sequence[object]:
-    value = _decoded(value, where)
-    if not isinstance(value, list):
-        raise _Wrong(f"{where} must be a list, or a JSON text of one, got {value!r:.80}")
-    return value
+def _without_weights(
+    messages: Sequence[object], name: str
+) -> tuple[Sequence[object], frozenset[int]]:
+    """Returns the messages without `weight`, and which of them have the weight 0."""
+    result: list[object] = []
+    unlearned = set()
+    for index, message in enumerate(messages):
+        given = dict(message) if isinstance(message, Mapping) else {}
+        weight = given.pop("weight", None)
+        if weight is not None and (given.get("role") != "assistant" or weight not in (0, 1)):
+            raise WrongMessage(
+                f"{name}[{index}].weight is {weight!r:.40}: it must be 0 or 1, on assistant's turns"
+            )
+        if weight == 0:
+            unlearned.add(index)
+        result.append(given if isinstance(message, Mapping) else message)
+    return result, frozenset(unlearned)
 
 
-def _decoded(value: object, where: str) -> object:
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise _Wrong(f"{where} is a string that is not JSON: {error}: {value!r:.80}") from None
-
-
-def _message(value: object, where: str) -> Message:
-    if not isinstance(value, Mapping):
-        raise _Wrong(f"{where} must be a mapping with role and content, got {value!r:.80}")
-    given = {key: entry for key, entry in value.items() if entry is not None}
-    role = given.pop("role", None)
-    if role not in _ROLES:
-        raise _Wrong(f"{where}.role must be {', '.join(_ROLES)}, got {role!r:.40}")
-    known = _KEYS[role]
-    if unknown := sorted(set(given) - set(known)):
-        raise _Wrong(
-            f"{where} is of the role {role} and has the unknown keys {', '.join(unknown)}; known: "
-            f"role, {', '.join(known)}"
-        )
-    for key, entry in given.items():
-        if key != "tool_calls" and not isinstance(entry, str):
-            raise _Wrong(f"{where}.{key} must be a string, got {entry!r:.80}")
-    calls = _list(given.pop("tool_calls", []), f"{where}.tool_calls")
-    if "content" not in given and not calls:
-        raise _Wrong(f"{where} has no content")
-    return Message(
-        role=role,
-        content=given.pop("content", ""),
-        tool_calls=tuple(
-            _call(call, f"{where}.tool_calls[{i}]", i) for i, call in enumerate(calls)
-        ),
-        reasoning=given.pop("reasoning_content", None),
-        **given,
-    )
-
-
-def _call(value: object, where: str, number: int) -> ToolCall:
-    call = _section(value, where, ("id", "type", "function"))
-    if call.get("type", "function") != "function":
-        raise _Wrong(f"{where}.type must be function, got {call['type']!r:.40}")
-    function = _section(call.get("function"), f"{where}.function", ("name", "arguments"))
-    name, where = function.get("name"), f"{where}.function.arguments"
-    if not isinstance(name, str) or not name:
-        raise _Wrong(f"{where.removesuffix('arguments')}name must be a string, got {name!r:.40}")
-    given = function.get("arguments", {})
-    arguments = _decoded(given, where)
-    if not isinstance(arguments, Mapping):
-        raise _Wrong(f"{where} must be a mapping or a JSON text of one, got {given!r:.80}")
-    if arguments is given:
-        _check_without_null(arguments, where)
-    return ToolCall(id=str(call.get("id", f"call-{number}")), name=name, arguments=arguments)
-
-
-def _section(value: object, where: str, known: Sequence[str]) -> Mapping[str, object]:
-    if not isinstance(value, Mapping):
-        raise _Wrong(f"{where} must be a mapping with {', '.join(known)}, got {value!r:.80}")
-    given = {str(key): entry for key, entry in value.items() if entry is not None}
-    if unknown := sorted(set(given) - set(known)):
-        raise _Wrong(
-            f"{where} has the unknown keys {', '.join(unknown)}; known: {', '.join(known)}"
-        )
-    return given
-
-
-def _tool(value: object, where: str) -> ToolSpec:
-    decoded = _decoded(value, where)
-    if decoded is value:
-        _check_without_null(decoded, where)
-    return tool_spec(decoded, where)
-
-
-def _check_without_null(value: object, where: str) -> None:
-    """Rejects null: in Parquet it also stands for a key that only other rows have."""
-    if (place := next(_nulls(value, where), None)) is not None:
-        raise _Wrong(
-            f"{place} is null, which may stand for a missing key: write {where} as JSON text"
-        )
-
-
-def _nulls(value: object, where: str) -> Iterator[str]:
-    if value is None:
-        yield where
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
-            yield from _nulls(entry, f"{where}.{key}")
-    elif isinstance(value, list):
-        for index, entry in enumerate(value):
-            yield from _nulls(entry, f"{where}[{index}]")
+def _tool(value: object, where: str, row: Row) -> ToolSpec:
+    schema = decoded(value, where)
+    if schema is value and not row.exact:
+        check_without_null(schema, where)
+    return tool_spec(schema, where)
 
 
 def _check_calls(
@@ -219,11 +145,11 @@ def _check_calls(
     """Rejects a call of a tool that the model is not shown: a rollout could not answer it."""
     shown = [tool.name for tool in tools]
     if len(set(shown)) < len(shown):
-        raise _Wrong(f"{data.tools_key} names a tool twice: {', '.join(shown)}")
+        raise WrongMessage(f"{data.tools_key} names a tool twice: {', '.join(shown)}")
     for index, message in enumerate(messages):
         for call in message.tool_calls:
             if shown and call.name not in shown:
-                raise _Wrong(
+                raise WrongMessage(
                     f"{data.messages_key}[{index}] calls {call.name!r}, and {data.tools_key} has "
                     f"{', '.join(shown)}"
                 )

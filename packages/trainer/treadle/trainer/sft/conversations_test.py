@@ -110,9 +110,12 @@ _WRONG: list[tuple[object, str]] = [
         r"messages\[0\].role must be .*assistant, tool, got 'human'",
     ),
     (
-        {"messages": [_USER | {"weight": 0}]},
-        r"messages\[0\] is of the role user .* keys weight; known",
+        {"messages": [_USER | {"loss_mask": 0}]},
+        r"messages\[0\] is of the role user .* keys loss_mask; known",
     ),
+    ({"messages": [_USER | {"weight": 0}]}, r"messages\[0\].weight is 0: it must be 0 or 1, on"),
+    ({"messages": [_USER, _SAID | {"weight": 2}]}, r"messages\[1\].weight is 2: it must be"),
+    ({"messages": [_USER, _SAID | {"weight": 0}]}, "every assistant's turn has the weight 0"),
     (
         {"messages": [{"role": "user", "content": 3}]},
         r"messages\[0\].content must be a string, got 3",
@@ -130,7 +133,6 @@ _WRONG: list[tuple[object, str]] = [
     ),
     (_calling("{"), r"messages\[1\].tool_calls\[0\].function.arguments is a string that is not"),
     (_calling("3"), r"function.arguments must be a mapping or a JSON text of one, got '3'"),
-    (_calling({"a": None}), r"arguments.a is null, which may stand for a missing key: write"),
     (_calling({}, name="sub"), r"messages\[1\] calls 'sub', and tools has add"),
 ]
 

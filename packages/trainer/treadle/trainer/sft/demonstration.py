@@ -14,14 +14,16 @@ class Demonstration:
     Attributes:
         messages: Ends with an assistant's turn; every assistant's turn is imitated.
         tools: The tools in the prompt.
+        unlearned: Places in `messages` of assistant's turns that are not imitated.
 
     Raises:
         ValueError: The conversation is empty, does not end with an assistant's turn, starts with
-            one, or has two in a row.
+            one, has two in a row, or has none to imitate.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
+    unlearned: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         """Checks the order of the roles."""
@@ -33,3 +35,5 @@ class Demonstration:
             if role == previous == "assistant":
                 raise ValueError(f"an assistant's turn answers another role's message; got {roles}")
             previous = role
+        if roles.count("assistant") == len(self.unlearned):
+            raise ValueError("every assistant's turn has the weight 0: nothing would be learned")

@@ -9,6 +9,7 @@ of seed and step, so a resumed run repeats what came after its checkpoint bit fo
 
 import asyncio
 import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,6 +55,7 @@ from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.sft.check import CheckedSft
 from treadle.trainer.sft.examples import batch_of
 from treadle.trainer.training_loop.context import Timer
+from treadle.trainer.training_loop.interruption import finished_first
 from treadle.trainer.training_loop.run_log import run_log
 from treadle.trainer.training_loop.update_metrics import broken_policy
 
@@ -159,8 +161,12 @@ async def _train(
             if first_step == 1 and run.val is not None and config.schedule.val_before_train:
                 timer = Timer()
                 steps.done(0, {**await steps.validate(policy, timer), **timer.seconds})
-            for step in range(first_step, run.total_steps + 1):
-                await steps.take(policy, step)
+            try:
+                for step in range(first_step, run.total_steps + 1):
+                    await finished_first(steps.take(policy, step), say=steps.say)
+            except asyncio.CancelledError:
+                await steps.save_interrupted(policy)
+                raise
 
 
 class _Steps:
@@ -184,6 +190,9 @@ class _Steps:
         self._progress = progress
         self._report = report
         self._resumes = float(resumes)
+        self._unsaved: tuple[int, dict[str, float]] | None = None  # None while a step trains
+        self._saved_at = time.monotonic()
+        self.say = progress.note
         data = run.config.data
         self._order = DataOrder(
             num_rows=len(run.train.examples),
@@ -201,6 +210,7 @@ class _Steps:
             RunDirectoryError: The checkpoint cannot be written.
         """
         config, schedule, timer = self._run.config, self._run.config.schedule, Timer()
+        self._unsaved = None
         with timer.phase("train"), self._progress.phase("train"):
             batch = batch_of([self._run.train.examples[row] for row in self._order.batch(step)])
             request = pb.FineTuneRequest(aggregation=config.algorithm.loss_aggregation)
@@ -217,11 +227,22 @@ class _Steps:
             metrics |= await self.validate(policy, timer)
 
         # The checkpoint carries the metrics, so that a resumed run can restore this step's line.
-        if (last and schedule.save_last) or _due(schedule.save_every, step):
+        due = (last and schedule.save_last) or _due(schedule.save_every, step)
+        if due or schedule.is_time_to_save(self._saved_at):
             with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
             with timer.phase("save"), self._progress.phase("save"):
                 await self._save(policy, step, metrics | timer.metrics(), with_hf=with_hf)
+        else:
+            self._unsaved = step, metrics | timer.metrics()
         self.done(step, metrics | timer.metrics())
+
+    async def save_interrupted(self, policy: PolicyGroup) -> None:
+        """Saves the last step of a run that is interrupted between two steps."""
+        schedule = self._run.config.schedule
+        if self._unsaved is not None and schedule.keeps_checkpoints:
+            step, metrics = self._unsaved
+            self.say(f"interrupted: saving step {step}; interrupt again to end now")
+            await self._save(policy, step, metrics, with_hf=schedule.save_hf == "every")
 
     async def validate(self, policy: PolicyGroup, timer: Timer) -> dict[str, float]:
         """Returns the loss on the held-out conversations, per token."""
@@ -248,6 +269,7 @@ class _Steps:
                 await policy.call(SaveHfRequest(directory=str(directory / HF)))
 
         await self._checkpoints.save(step, metrics, write)
+        self._saved_at = time.monotonic()
 
 
 def _metrics(stats: pb.FineTuneResponse) -> dict[str, float]:

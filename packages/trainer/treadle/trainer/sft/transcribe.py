@@ -1,11 +1,11 @@
 """Transcription: a demonstration -> the ledgers of rollouts in which the model said the same.
 
 Invariant: an assistant's turn is sampled (loss mask True, including its end-of-turn token),
-everything else is prompt or observed (loss mask False), and the ids are those that an agent loop
-writes: the first prompt is rendered, what a turn says is what the template writes behind the opened
-turn, and what follows it is the renderer's extension. Imitation and reinforcement thus share one
-definition of what the model said, and a model fine-tuned here sees the same tokens in its first
-rollout.
+everything else, turns with the weight 0 included, is prompt or observed (loss mask False), and
+the ids are those that an agent loop writes: the first prompt is rendered, what a turn says is what
+the template writes behind the opened turn, and what follows it is the renderer's extension.
+Imitation and reinforcement thus share one definition of what the model said, and a model fine-tuned
+here sees the same tokens in its first rollout.
 
 Some templates rewrite history: Qwen3's drops the reasoning of earlier turns when a user speaks
 again. A turn whose rewritten prompt is not what the ledger holds begins a new ledger with the
@@ -51,8 +51,8 @@ def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> tuple[To
 
     Returns:
         One ledger, and one more for each turn before which the template rewrites history, in the
-        order of the turns. The log-probabilities are 0.0 and the weight version is 0, as nothing
-        was sampled.
+        order of the turns, without those that would teach nothing. The log-probabilities are 0.0
+        and the weight version is 0, as nothing was sampled.
 
     Raises:
         RenderError: The template refuses the conversation.
@@ -72,10 +72,13 @@ def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> tuple[To
         said = _said(renderer, messages, turn, tools, prompt)
         _check_complete(renderer, messages[turn], turn, said)
         _check_calls(renderer, messages[turn], turn, said, tools, prompt)
-        chunk = TokenChunk(token_ids=said, logprobs=(0.0,) * len(said), weight_version=0)
-        ledgers[-1].sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
+        if turn in demonstration.unlearned:
+            ledgers[-1].observe(said)
+        else:
+            chunk = TokenChunk(token_ids=said, logprobs=(0.0,) * len(said), weight_version=0)
+            ledgers[-1].sample(Completion(chunks=(chunk,), finish=FinishReason.STOP))
         before = turn + 1
-    return tuple(ledger.freeze() for ledger in ledgers)
+    return tuple(tokens for ledger in ledgers if any((tokens := ledger.freeze()).loss_mask))
 
 
 def _continues(

@@ -1,7 +1,7 @@
 import json
 import random
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.testing import ScriptedGenerator
-from treadle.policy.backends.megatron.backend import MegatronPolicy
+from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import token_weights
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.tools import load_catalogue
@@ -68,6 +68,9 @@ def test_the_loss_is_on_assistant_turns_with_their_end_and_on_nothing_else() -> 
     masked = [i for i, sampled in zip(tokens.ids, tokens.loss_mask, strict=True) if sampled]
     assert _RENDERER.decode(masked) == "first<|im_end|>second<|im_end|>"
     assert _RENDERER.decode(tokens.prompt_ids).endswith("one<|im_end|>\n<|im_start|>assistant\n")
+    half = Demonstration(messages=chat, unlearned=frozenset({2}))
+    assert _said(half) == ["second<|im_end|>"]
+    assert _ledger(half).ids == tokens.ids
 
 
 def _calculation(
@@ -300,7 +303,7 @@ def test_a_template_without_the_stop_id_is_refused() -> None:
 
 
 @pytest.fixture
-def policy(tmp_path: Path) -> Iterator[MegatronPolicy]:
+def policy(tmp_path: Path) -> FakePolicy:
     config = Qwen2Config(
         vocab_size=_RENDERER.vocab_size,
         hidden_size=32,
@@ -313,12 +316,10 @@ def policy(tmp_path: Path) -> Iterator[MegatronPolicy]:
         tie_word_embeddings=True,
     )
     Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-    policy = MegatronPolicy(PolicyConfig(optimizer=OptimizerConfig(lr=1e-2)), tmp_path)
-    yield policy
-    policy.close()
+    return FakePolicy(PolicyConfig(optimizer=OptimizerConfig(lr=1e-2)), tmp_path)
 
 
-def test_fine_tuning_lowers_the_loss_from_that_of_a_uniform_guess(policy: MegatronPolicy) -> None:
+def test_fine_tuning_lowers_the_loss_from_that_of_a_uniform_guess(policy: FakePolicy) -> None:
     rng = random.Random(0)
     sums = [_calculation(rng.randrange(100), rng.randrange(100)) for _ in range(4)]
     batch = [each for d in sums for each in train_sequences(transcribe(_RENDERER, d))]

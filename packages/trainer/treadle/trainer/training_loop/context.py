@@ -138,6 +138,9 @@ class TrainingContext:
             ahead of the steps.
         surplus: Groups that the next step trains on first.
         kl_coef: Of the KL penalty in the rewards of this step.
+        unsaved: The last step and its metrics, if the policy has its weights and no checkpoint has
+            them; None while a step trains.
+        saved_at: When the last checkpoint was complete, or the run began, in monotonic seconds.
         resumes: How often this run resumed by itself (see `run_resuming`).
         first_of_kind: Knows the kinds of failures and findings that were shown.
         busy: By name of each server and rank, the share of the last step in which it worked.
@@ -174,6 +177,8 @@ class TrainingContext:
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
     resumes: int = 0
+    unsaved: tuple[int, dict[str, float]] | None = None
+    saved_at: float = field(default_factory=time.monotonic)
     first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
     busy: Mapping[str, float] = field(default_factory=dict)
 
@@ -518,6 +523,7 @@ class TrainingContext:
         with self.progress.phase("save"):
             await self.trajectory_store.flush()
             await self.checkpoints.complete(step, metrics, groups)
+        self.unsaved, self.saved_at = None, time.monotonic()
 
 
 def group_tasks(

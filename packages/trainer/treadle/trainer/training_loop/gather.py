@@ -23,6 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from treadle.agent_loop import AgentTask, Trajectory
+from treadle.policy.algorithms.advantages import without_noise
 from treadle.tracing import FinishedSpan
 from treadle.trainer.report.failures import causes
 from treadle.trainer.report.rollout import accuracy
@@ -143,11 +144,11 @@ def has_signal(group: Group, *, by: str) -> bool:
     survivors = group.survivors
     if any(t.sample_rewards for t in survivors):
         return group.players_differ
-    values: list[float | None] = [t.reward for t in survivors]
+    values = [t.reward for t in survivors if t.reward is not None]
     if by == "accuracy":
-        right = [accuracy(t) for t in survivors]
-        values = values if None in right else right
-    return len(set(values)) > 1
+        right = [value for t in survivors if (value := accuracy(t)) is not None]
+        values = right if len(right) == len(survivors) else values
+    return len(set(without_noise(values))) > 1
 
 
 def note_failures(

@@ -343,6 +343,8 @@ def test_accuracy_decides_where_every_reward_tells_it() -> None:
     assert not has_signal(group(0.9, 0.8, metrics=right), by="accuracy")
     assert has_signal(group(0.9, 0.8, metrics=right), by="reward")
     assert has_signal(group(0.9, 0.8), by="accuracy")  # nothing tells: the rewards decide
+    assert not has_signal(group(0.1 + 0.2, 0.3), by="reward")
+    assert not group(0.1 + 0.2, 0.3).players_differ
 
 
 def test_length_costs_reward_and_hides_no_right_answer() -> None:

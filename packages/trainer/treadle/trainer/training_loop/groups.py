@@ -33,7 +33,7 @@ from treadle.agent_loop import (
     Trajectory,
     TrajectoryTimeoutError,
 )
-from treadle.policy.algorithms.advantages import Floats, Outcomes, PerToken
+from treadle.policy.algorithms.advantages import Floats, Outcomes, PerToken, without_noise
 from treadle.policy.algorithms.estimators import FoundEstimator
 from treadle.policy.client.batch import of_loss_tokens
 from treadle.policy.client.types import TrainSequence
@@ -76,10 +76,10 @@ class Group:
     @property
     def players_differ(self) -> bool:
         """Whether some player's rewards differ among the survivors."""
-        rewards: dict[str, set[float]] = {}
+        rewards: dict[str, list[float]] = {}
         for member in _members_of(self.survivors):
-            rewards.setdefault(member.player, set()).add(member.reward)
-        return any(len(values) > 1 for values in rewards.values())
+            rewards.setdefault(member.player, []).append(member.reward)
+        return any(len(set(without_noise(values))) > 1 for values in rewards.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ from treadle.agent_loop.proxy.apis.common import (
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
     check_last,
+    count_unread,
     is_absent,
     read_given,
     read_image,
@@ -106,10 +107,8 @@ def _typed(value: object) -> object:
 
 
 def _tool(value: Mapping[str, object], place: str, allowed: Allowances) -> ToolSpec:
-    for name, entry in value.items():
-        known = name in ("type", "name", "description", "input_schema", "strict")
-        if not known and not is_absent(entry):
-            allowed.unread_key(f"{place}.{name}")
+    known = ("type", "name", "description", "input_schema", "strict")
+    count_unread(value, known, place, allowed)
     return read_tool(value, place, allowed, schema="input_schema")
 
 
@@ -143,9 +142,7 @@ def _messages(given: Mapping[str, object], allowed: Allowances) -> tuple[Message
         place = f"messages[{index}]"
         if not isinstance(entry, dict) or entry.get("role") not in ("user", "assistant", "system"):
             raise bad_value(place, "it must be an object with the role user or assistant")
-        for name, other in entry.items():
-            if name not in ("role", "content") and not is_absent(other):
-                allowed.unread_key(f"{place}.{name}")
+        count_unread(entry, ("role", "content"), place, allowed)
         blocks, at = _Blocks(allowed), f"{place}.content"
         try:
             if entry["role"] == "assistant":
@@ -194,7 +191,7 @@ class _Blocks:
                 run.append(block)
                 continue
             close()
-            self._count(block, ("type", "tool_use_id", "content"), at)
+            count_unread(block, ("type", "tool_use_id", "content"), at, self._allowed)
             if not isinstance(call_id := block.get("tool_use_id"), str):
                 raise bad_value(f"{at}.tool_use_id", "it must be a string")
             content, images = self.text(block.get("content") or "", f"{at}.content")
@@ -214,7 +211,7 @@ class _Blocks:
                 case "tool_use":
                     calls.append(self._call(block, at))
                 case "thinking":
-                    self._count(block, ("type", "thinking"), at)
+                    count_unread(block, ("type", "thinking"), at, self._allowed)
                     if not isinstance(thought := block.get("thinking"), str):
                         raise bad_value(f"{at}.thinking", "it must be a string")
                     thoughts.append(thought)
@@ -242,12 +239,12 @@ class _Blocks:
     def _part(self, block: Mapping[str, object], place: str) -> str | Image:
         match block.get("type"):
             case "text":
-                self._count(block, ("type", "text"), place)
+                count_unread(block, ("type", "text"), place, self._allowed)
                 if not isinstance(text := block.get("text"), str):
                     raise bad_value(f"{place}.text", "it must be a string")
                 return text
             case "image":
-                self._count(block, ("type", "source"), place)
+                count_unread(block, ("type", "source"), place, self._allowed)
                 source = block.get("source")
                 if not isinstance(source, dict) or source.get("type") != "base64":
                     raise unsupported(f"{place}.source", "only base64 is supported")
@@ -259,13 +256,8 @@ class _Blocks:
                 raise unsupported(f"{place}.type", f"{show(kind)} is not supported here")
 
     def _call(self, block: Mapping[str, object], place: str) -> ToolCall:
-        self._count(block, ("type", "id", "name", "input"), place)
+        count_unread(block, ("type", "id", "name", "input"), place, self._allowed)
         call_id, name, given = block.get("id"), block.get("name"), block.get("input")
         if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(given, dict)):
             raise bad_value(place, "id and name must be strings, and input an object")
         return ToolCall(id=call_id, name=name, arguments=given)
-
-    def _count(self, block: Mapping[str, object], known: Sequence[str], place: str) -> None:
-        for name, value in block.items():
-            if name not in known and not is_absent(value) and value is not False:
-                self._allowed.unread_key(f"{place}.{name}")

@@ -34,7 +34,12 @@ from treadle.agent_loop.proxy.apis.common import (
     tool_entries,
 )
 from treadle.agent_loop.proxy.errors import bad_value, unsupported
-from treadle.agent_loop.proxy.messages import read_given, read_messages
+from treadle.agent_loop.proxy.messages import (
+    count_unread,
+    is_absent,
+    read_given,
+    read_messages,
+)
 from treadle.agent_loop.types import ToolSpec
 
 MAX_CHOICES = 128
@@ -55,7 +60,12 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 """Parameters that are refused, except for these values, which change nothing."""
 
-_NO_EFFECT = ("model", "user", "metadata", "safety_identifier", "prompt_cache_key")
+_NO_EFFECT = (
+    *("model", "user", "metadata", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention"),
+)
+_COUNTED = ("reasoning_effort", "reasoning", "thinking", "verbosity", "cache_control")
+"""How much a provider's model is to think and to say, and what it is to cache."""
 _USED = (
     "messages",
     "tools",
@@ -113,6 +123,10 @@ def _check_names(given: Mapping[str, object], allowed: Allowances) -> str | None
     for name, value in given.items():
         if name in _USED or name in _NO_EFFECT:
             continue
+        if name in _COUNTED:
+            if not is_absent(value):
+                allowed.unread_key(name)
+            continue
         if name not in NEUTRAL:
             raise unsupported(name, "this parameter is not supported; leave it out")
         if not any(same(value, neutral) for neutral in NEUTRAL[name]):
@@ -142,8 +156,9 @@ def _tool(value: Mapping[str, object], place: str, allowed: Allowances) -> ToolS
     function = value.get("function")
     if not isinstance(function, dict):
         raise bad_value(f"{place}.function", "it must be an object")
-    only(value, ("type", "function"), place)
-    only(function, ("name", "description", "parameters", "strict"), f"{place}.function")
+    count_unread(value, ("type", "function"), place, allowed)
+    known = ("name", "description", "parameters", "strict")
+    count_unread(function, known, f"{place}.function", allowed)
     return read_tool(function, f"{place}.function", allowed)
 
 

@@ -364,6 +364,21 @@ def test_keys_of_a_history_that_nothing_reads_are_counted() -> None:
     assert finding.text == "3 keys were ignored; the first was messages[0].name"
 
 
+def test_what_clients_send_that_no_policy_in_training_reads_is_counted() -> None:
+    """Found by reports: mini-swe-agent's `cache_control` was refused."""
+    allowed = Allowances()
+    cached = {"cache_control": {"type": "ephemeral"}}
+    tool = {"type": "function", **cached, "function": {"name": "f", **cached}}
+    body = {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", **cached}]}],
+        "tools": [tool],
+        **{"reasoning_effort": "low", "verbosity": "low", "prompt_cache_retention": "24h"},
+    }
+    request = read_request(json.dumps(body).encode(), allowed)
+    assert request.messages == (Message(role="user", content="hi"),)
+    assert told(allowed) == {"proxy/ignored_keys": 5.0}
+
+
 def test_tools_are_compared_once_each() -> None:
     def tools(names: list[str]) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": name}} for name in names]

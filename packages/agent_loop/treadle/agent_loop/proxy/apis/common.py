@@ -15,6 +15,10 @@ from treadle.agent_loop.proxy.allowances import AgentConstraints, Allowances, Ca
 from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.types import Message, ToolSpec
 
+_MAX_STOPS = 64
+_MAX_STOP_CHARACTERS = 1024
+"""Each is looked for in the whole text with every token that is streamed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentRequest:
@@ -277,6 +281,11 @@ def stop_strings(value: object, name: str = "stop") -> tuple[str, ...]:
     texts = [value] if isinstance(value, str) else value
     if not isinstance(texts, list) or not all(isinstance(t, str) and t for t in texts):
         raise bad_value(name, "it must be a string or a list of strings, none of them empty")
+    if len(texts) > _MAX_STOPS or any(len(text) > _MAX_STOP_CHARACTERS for text in texts):
+        raise bad_value(
+            name,
+            f"at most {_MAX_STOPS} strings of {_MAX_STOP_CHARACTERS} characters are looked for",
+        )
     return tuple(texts)
 
 

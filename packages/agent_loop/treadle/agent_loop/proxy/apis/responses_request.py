@@ -11,7 +11,7 @@ policy that is trained (`reasoning`, `include`, the verbosity of `text`) are cou
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -35,6 +35,7 @@ from treadle.agent_loop.proxy.errors import ApiError, bad_value, unsupported
 from treadle.agent_loop.proxy.messages import (
     check_arguments,
     check_last,
+    count_unread,
     is_absent,
     read_arguments,
     read_given,
@@ -191,7 +192,8 @@ def _functions(
 
 
 def _tool(value: Mapping[str, object], place: str, allowed: Allowances) -> ToolSpec:
-    only(value, ("type", "name", "description", "parameters", "strict"), place)
+    known = ("type", "name", "description", "parameters", "strict")
+    count_unread(value, known, place, allowed)
     return read_tool(value, place, allowed)
 
 
@@ -276,12 +278,12 @@ class _Input:
                 raise unsupported(f"{place}.type", f"items of type {show(kind)} are not supported")
 
     def _message(self, item: Mapping[str, object], place: str) -> None:
-        self._count(item, ("type", "role", "content", "id", "status"), place)
+        count_unread(item, ("type", "role", "content", "id", "status"), place, self._allowed)
         named = item.get("role")
         role = _ROLES.get(named) if isinstance(named, str) else None
         if role is None:
             raise bad_value(f"{place}.role", f"it must be one of {', '.join(_ROLES)}")
-        content, images = _content(item.get("content"), f"{place}.content")
+        content, images = self._content(item.get("content"), f"{place}.content")
         if role != "assistant":
             self._close()
             self._add(place, role=role, content=content, images=images)
@@ -291,13 +293,14 @@ class _Input:
         self._stage(1).content.append(content)
 
     def _reasoning(self, item: Mapping[str, object], place: str) -> None:
-        self._count(item, ("type", "id", "summary", "content", "status"), place)
-        text, _ = _content(item.get("content") or item.get("summary") or [], f"{place}.content")
+        count_unread(item, ("type", "id", "summary", "content", "status"), place, self._allowed)
+        parts = item.get("content") or item.get("summary") or []
+        text, _ = self._content(parts, f"{place}.content")
         self._stage(0).reasoning.append(text)
 
     def _call(self, item: Mapping[str, object], place: str) -> None:
         known = ("type", "id", "call_id", "name", "namespace", "arguments", "status")
-        self._count(item, known, place)
+        count_unread(item, known, place, self._allowed)
         call_id, name, text = item.get("call_id"), item.get("name"), item.get("arguments")
         if not (isinstance(call_id, str) and isinstance(name, str) and isinstance(text, str)):
             raise bad_value(place, "call_id, name and arguments must be strings")
@@ -305,11 +308,11 @@ class _Input:
         self._stage(2).calls.append(ToolCall(id=call_id, name=name, arguments=arguments))
 
     def _output(self, item: Mapping[str, object], place: str) -> None:
-        self._count(item, ("type", "id", "call_id", "output", "status"), place)
+        count_unread(item, ("type", "id", "call_id", "output", "status"), place, self._allowed)
         call_id = item.get("call_id")
         if not isinstance(call_id, str):
             raise bad_value(f"{place}.call_id", "it must be a string")
-        content, images = _content(item.get("output"), f"{place}.output")
+        content, images = self._content(item.get("output"), f"{place}.output")
         self._close()
         self._add(place, role="tool", content=content, images=images, tool_call_id=call_id)
 
@@ -342,30 +345,26 @@ class _Input:
             raise bad_value(place, str(error)) from None
         self._messages.append(message)
 
-    def _count(self, item: Mapping[str, object], known: Sequence[str], place: str) -> None:
-        for name, value in item.items():
-            if name not in known and not is_absent(value):
-                self._allowed.unread_key(f"{place}.{name}")
-
-
-def _content(value: object, place: str) -> tuple[str, tuple[Image, ...]]:
-    if isinstance(value, str):
-        return value, ()
-    if not isinstance(value, list):
-        raise bad_value(place, "it must be a string or a list of parts")
-    texts, images = [], []
-    for index, part in enumerate(value):
-        at = f"{place}[{index}]"
-        kind = part.get("type") if isinstance(part, dict) else None
-        if not isinstance(part, dict):
-            raise bad_value(at, "it must be an object")
-        if kind in _TEXTS:
-            if not isinstance(text := part.get("text"), str):
-                raise bad_value(f"{at}.text", "it must be a string")
-            texts.append(text)
-        elif kind == "input_image":
-            images.append(read_image(part.get("image_url"), f"{at}.image_url"))
-            texts.append(IMAGE_MARK)
-        else:
-            raise unsupported(f"{at}.type", f"{show(kind)} is not supported")
-    return "".join(texts), tuple(images)
+    def _content(self, value: object, place: str) -> tuple[str, tuple[Image, ...]]:
+        if isinstance(value, str):
+            return value, ()
+        if not isinstance(value, list):
+            raise bad_value(place, "it must be a string or a list of parts")
+        texts, images = [], []
+        for index, part in enumerate(value):
+            at = f"{place}[{index}]"
+            kind = part.get("type") if isinstance(part, dict) else None
+            if not isinstance(part, dict):
+                raise bad_value(at, "it must be an object")
+            if kind in _TEXTS:
+                if not isinstance(text := part.get("text"), str):
+                    raise bad_value(f"{at}.text", "it must be a string")
+                texts.append(text)
+                count_unread(part, ("type", "text", "annotations", "logprobs"), at, self._allowed)
+            elif kind == "input_image":
+                count_unread(part, ("type", "image_url", "detail", "file_id"), at, self._allowed)
+                images.append(read_image(part.get("image_url"), f"{at}.image_url"))
+                texts.append(IMAGE_MARK)
+            else:
+                raise unsupported(f"{at}.type", f"{show(kind)} is not supported")
+        return "".join(texts), tuple(images)

@@ -24,6 +24,7 @@ from treadle.agent_loop.errors import SetupError
 from treadle.agent_loop.loopback import is_loopback
 from treadle.agent_loop.routing.placement import HashedSession, StickySession
 from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
+from treadle.tracing.inert import inert, log_inertly
 
 _log = logging.getLogger("treadle.agent_loop.rpc.router")
 _PROGRAM = "python -m treadle.agent_loop.rpc.router"
@@ -33,9 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the router; returns the exit code."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    logging.basicConfig(
-        level=arguments.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    log_inertly(arguments.log_level)
     try:
         config = _config(arguments)
     except (ValueError, OSError) as error:
@@ -43,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         asyncio.run(_run(config, arguments.ready_file))
     except (SetupError, OSError, ValueError) as error:
-        sys.stderr.write(f"{_PROGRAM}: {error}\n")
+        sys.stderr.write(inert(f"{_PROGRAM}: {error}\n"))
         return 1
     return 0
 

@@ -16,8 +16,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from treadle.policy.backends.description import ModelShape, UnsupportedModelError
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
 from treadle.policy.backends.megatron.vision.shape import VisionShape
+from treadle.policy.client.hf_files import quantisation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -131,8 +133,8 @@ MODEL_TYPES: Final[Mapping[str, Blocks]] = MappingProxyType(
 """The model types that can be trained."""
 
 _DELTA_NET: Final = (
-    "it has gated delta net layers: Megatron-core 0.16.1 computes those only with "
-    "flash-linear-attention, on a GPU, and not for sequences that are packed"
+    "it has gated delta net layers: Megatron-core computes those of packed sequences only from "
+    "0.18 on, with flash-linear-attention, on a GPU"
 )
 REFUSED: Final[Mapping[str, str]] = MappingProxyType(
     {
@@ -177,17 +179,12 @@ def padded_vocab(vocab_size: int, tensor: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class UnsupportedModelError(ValueError):
-    """The model needs something that the Megatron backend does not compute."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class Architecture(ModelShape):
     """Sizes and settings of a decoder with rotary positions and gated feed-forward parts.
 
     Attributes:
         experts: Sizes of the layers with experts; None: the model is dense.
-        tied: Whether the output layer is the embedding.
         rope_theta: Base of the rotary frequencies.
         rope_local_theta: The same for layers with a window, if theirs differ; those are not scaled.
         rope_share: Share of a head's dimensions that rotary positions turn.
@@ -201,18 +198,8 @@ class Architecture:
         vision: The tower of a model that sees; None: it reads text only.
     """
 
-    model_type: str
-    num_layers: int
-    hidden_size: int
     ffn_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    max_positions: int
-    norm_eps: float
     rope_theta: float
-    tied: bool
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertShape | None = None
@@ -243,6 +230,11 @@ class Architecture:
             )
         # Before transformers reads it, which knows fewer types than there are.
         _check_type(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
+        if (found := quantisation(folder)) is not None:
+            raise UnsupportedModelError(
+                f"the weights are quantised, which is not read: {found}; take the model's "
+                "publication in bfloat16, or dequantise it"
+            )
         return cls.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
     @classmethod

@@ -1,5 +1,6 @@
-"""Every model type of the table against its class in transformers, and in parallel layouts."""
+"""The table of model types in parallel layouts, and what of models is refused."""
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -10,53 +11,24 @@ import torch
 import transformers
 
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backends.megatron.architecture import (
-    MODEL_TYPES,
-    REFUSED,
-    Architecture,
-    UnsupportedModelError,
-)
+from treadle.policy.backend import Rendezvous
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import MODEL_TYPES, REFUSED, Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.parallel import Rendezvous
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import SETTINGS, sequences, write_model
 from treadle.policy.backends.megatron.vision.shape import NAMING
-from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import LoraConfig, OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.policy.testing.model_contract import assert_same_logprobs
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import SETTINGS, sequences, write_model
 
 # With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do.
 CONFIG: Final = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0, weight_decay=0.0)
 )
-YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3: Final = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-# Models with experts have names of their own in transformers: experts/step_test.py has them.
-# Those that see: vision/parity_test.py has them.
 DENSE: Final = tuple(
     name for name, blocks in MODEL_TYPES.items() if not blocks.experts and name not in NAMING
 )
-CASES: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
-    **{model_type: (model_type, {}) for model_type in DENSE},
-    **{f"{name}-untied": (name, {"tied": False}) for name in ("llama", "qwen3", "glm4")},
-    "llama-llama3": ("llama", {"rope_scaling": LLAMA3}),
-    "qwen2-yarn": ("qwen2", {"rope_scaling": YARN}),
-    "qwen3-linear": ("qwen3", {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}),
-    "glm4-yarn": ("glm4", {"rope_scaling": YARN}),
-    "gemma3_text-yarn": ("gemma3_text", {"rope_scaling": YARN}),
-    "qwen2-window": (
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 2},
-    ),
-    "glm4-no-bias": ("glm4", {"attention_bias": False}),
-    "mistral-no-window": ("mistral", {"sliding_window": None}),
-}
 
 
 @pytest.fixture
@@ -66,78 +38,6 @@ def opened() -> Iterator[list[MegatronPolicy]]:
     yield policies
     for policy in policies:
         policy.close()
-
-
-def wanted(
-    reference: transformers.PreTrainedModel, sequence: TrainSequence
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the log-probabilities of ids 1, 2, ..., and whether each is trained on."""
-    ids = torch.tensor(sequence.ids)
-    logp = reference(ids[None]).logits[0, :-1].log_softmax(-1)
-    return logp.gather(-1, ids[1:, None])[:, 0], torch.tensor(sequence.loss_mask[1:])
-
-
-def assert_same_logprobs(
-    reference: transformers.PreTrainedModel, policy: MegatronPolicy, batch: Sequence[TrainSequence]
-) -> None:
-    for sequence, got in zip(batch, policy.logprobs(batch), strict=True):
-        with torch.no_grad():
-            want, mask = wanted(reference, sequence)
-        assert got == pytest.approx([0.0, *(want * mask).tolist()], abs=1e-5)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_a_model_is_that_of_transformers(
-    tmp_path: Path, opened: list[MegatronPolicy], name: str
-) -> None:
-    """Log-probabilities, weights bit for bit, and the weights after a step of GRPO."""
-    model_type, settings = CASES[name]
-    reference = write_model(tmp_path / "model", model_type, **settings)
-    policy = MegatronPolicy(CONFIG, tmp_path / "model")
-    opened.append(policy)
-    batch = sequences()
-    assert_same_logprobs(reference, policy, batch)
-    assert policy.architecture.num_parameters == sum(p.numel() for p in reference.parameters())
-
-    originals = reference.state_dict()
-    exported = {item.name: item.tensor for item in policy.export_weights()}
-    tied = {"lm_head.weight"} if reference.config.tie_word_embeddings else set()
-    assert exported.keys() == originals.keys() - tied
-    assert all(torch.equal(tensor, originals[name]) for name, tensor in exported.items())
-    policy.save_hf(tmp_path / "saved")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", attn_implementation="eager"
-    )
-    ids = torch.tensor([batch[3].ids])
-    with torch.no_grad():
-        assert torch.equal(again(ids).logits, reference(ids).logits)
-
-    loss, norm = step_in_torch(reference, batch)
-    stats = policy.train_step(batch, policy_loss(AlgorithmConfig()))
-    assert stats.loss == pytest.approx(loss, abs=1e-6)
-    assert stats.grad_norm == pytest.approx(norm, rel=1e-5)
-    for item in policy.export_weights():
-        assert (item.tensor - originals[item.name]).abs().max() < 2e-6, item.name
-
-
-def step_in_torch(
-    reference: transformers.PreTrainedModel, batch: Sequence[TrainSequence]
-) -> tuple[float, float]:
-    """Takes a step of GRPO and Adam in transformers and torch, one row per sequence."""
-    total = sum(s.num_loss_tokens for s in batch)
-    loss = torch.zeros(())
-    for s in batch:
-        logp, mask = wanted(reference, s)
-        assert isinstance(s.advantages, float)
-        loss = loss - ((logp - logp.detach()).exp() * s.advantages * mask).sum() / total
-    loss.backward()  # type: ignore[no-untyped-call]
-    settings = CONFIG.optimizer
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), settings.grad_clip)
-    adam = torch.optim.AdamW(
-        reference.parameters(), lr=settings.lr, eps=settings.eps, weight_decay=0.0
-    )
-    adam.step()
-    return loss.item(), norm.item()
 
 
 def test_windows_are_in_layers_with_experts_too(
@@ -153,7 +53,7 @@ def test_windows_are_in_layers_with_experts_too(
 
 @pytest.mark.parametrize("model_type", [name for name in DENSE if name in SETTINGS])
 def test_the_settings_of_tiny_models_matter(tmp_path: Path, model_type: str) -> None:
-    """A setting that changed nothing would leave its variant untested above."""
+    """A setting that changed nothing would leave its variant untested in backend_test."""
     model = write_model(tmp_path, model_type)
     ids = torch.tensor([sequences()[3].ids])
     neutral: dict[str, Any] = {
@@ -227,7 +127,7 @@ def run(task: RankTask) -> list[dict[str, Any]]:
     return results
 
 
-# parallel_test and experts/ have the others.
+# backend_test and experts/ have the others.
 NEW: Final = [name for name in DENSE if name not in ("llama", "qwen2", "qwen3")]
 FUSED: Final = [name for name in DENSE if MODEL_TYPES[name].fused]
 
@@ -262,31 +162,6 @@ def assert_same(ranks: Sequence[dict[str, Any]], alone: dict[str, Any], what: st
     assert set().union(*(found["weights"] for found in ranks)) == alone["weights"].keys(), what
 
 
-@pytest.mark.parametrize("model_type", ["phi3", "glm4", "gemma2", "gemma3_text"])
-def test_adapters_are_merged_into_what_transformers_reads(
-    tmp_path: Path, opened: list[MegatronPolicy], model_type: str
-) -> None:
-    write_model(tmp_path / "model", model_type)
-    config = CONFIG.model_copy(update={"lora": LoraConfig(rank=4)})
-    policy = MegatronPolicy(config, tmp_path / "model", keep_reference=True)
-    opened.append(policy)
-    batch = sequences()
-    before = policy.logprobs(batch)
-    policy.train_step(batch, policy_loss(AlgorithmConfig()))
-    after = policy.logprobs(batch)
-    assert after != before
-    assert policy.reference_logprobs(batch) == before
-    policy.save_hf(tmp_path / "saved")
-    policy.save(tmp_path / "checkpoint")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "saved", attn_implementation="eager"
-    )
-    assert_same_logprobs(merged, policy, batch)
-    policy.train_step(batch, policy_loss(AlgorithmConfig()))
-    policy.load(tmp_path / "checkpoint")
-    assert policy.logprobs(batch) == after
-
-
 def config_of(model_type: str, **settings: Any) -> transformers.PretrainedConfig:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4}
     make: Any = transformers.CONFIG_MAPPING[model_type]
@@ -311,6 +186,15 @@ def test_settings_that_are_not_computed_are_refused(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         Architecture.from_config(config_of(model_type, **settings))
+
+
+def test_quantised_weights_are_refused(tmp_path: Path) -> None:
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        UnsupportedModelError, match=r"config\.json has quantization_config \(fp8\)"
+    ):
+        Architecture.from_folder(tmp_path)
 
 
 def test_what_cannot_be_split_shared_or_adapted_is_refused() -> None:

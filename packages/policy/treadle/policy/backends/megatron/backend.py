@@ -1,9 +1,7 @@
 """The Megatron policy: one rank's share of the model, its optimizer, and the steps they take.
 
 Every method is collective over the policy's ranks (see `policy/backend.py`): a rank blocks in
-its first collective operation until the others make the same call. Between calls a rank holds
-parameters and optimizer state, nothing else. What `policy.offload` takes off the device is restored
-by the call that needs it, and leaves at `release_memory`.
+its first collective operation until the others make the same call.
 
 Invariant: the gradient of a step is a plain sum, over micro-batches, data-parallel and context
 ranks, of per-token losses that were weighted over the whole batch. Parallel sizes, micro-batch
@@ -31,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.algorithms.mismatch import mismatch_metrics
-from treadle.policy.backend import CheckpointError, LossFn, LossInputs
+from treadle.policy.backend import LossFn, LossInputs, PolicyBackend, Rendezvous
 from treadle.policy.backends.hf_weights import WeightsReader
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
@@ -43,39 +41,41 @@ from treadle.policy.backends.megatron.lora import adapter
 from treadle.policy.backends.megatron.lora.linears import switched_off
 from treadle.policy.backends.megatron.model import PolicyModel, build
 from treadle.policy.backends.megatron.offload import copied, offload_of
-from treadle.policy.backends.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, Packer
 from treadle.policy.backends.megatron.prefixes import plan
+from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
 from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.policy.client.types import (
     LossAggregation,
+    LossStats,
     NamedTensor,
-    StepStats,
     TensorSpec,
     TokenValues,
 )
 from treadle.policy.config.policy import LoraConfig
-from treadle.policy.rank.rank_time import spent_on
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import LossOutput
-    from treadle.policy.client.types import OffloadReport, TrainSequence
+    from treadle.policy.backend import Frame, LossOutput
+    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
+    from treadle.policy.client.types import TrainSequence
+    from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 
 
-class MegatronPolicy:
+class MegatronPolicy(TrainedModel, PolicyBackend):
     """`PolicyBackend` on Megatron-core."""
 
     def __init__(
         self,
         config: PolicyConfig,
         model_path: Path,
-        rendezvous: parallel.Rendezvous | None = None,
+        rendezvous: Rendezvous | None = None,
         *,
         keep_reference: bool = False,
         reference_path: Path | None = None,
@@ -95,15 +95,13 @@ class MegatronPolicy:
             ValueError: A weight is infinite or NaN.
             FileNotFoundError: The folder is not a model folder.
         """
-        self._config = config
+        self._config, self._settings = config, config.optimizer
         self.share_prefixes = config.share_prefixes
         """As in the configuration; may be changed between steps."""
         self._model_path = model_path
         self.architecture = Architecture.from_folder(model_path)
         self.architecture.check_sharing(config.share_prefixes)
-        self.world = parallel.start(
-            config.parallel, rendezvous or parallel.Rendezvous(), seed=config.seed
-        )
+        self.world = parallel.start(config.parallel, rendezvous or Rendezvous(), seed=config.seed)
         try:
             self.images = self._image_packer()
             self._model = build(self.architecture, config, self.world)
@@ -120,14 +118,14 @@ class MegatronPolicy:
         except BaseException:
             self.world.close()
             raise
-        # With LoRA the model without its adapters is the reference, if there is no other.
+        # The model without new adapters is the one that the run began with; it needs no copy.
+        self._begins_bare = bool(config.lora.rank) and config.lora.path is None
         self._reference: PolicyModel | list[Tensor] | None = None
-        if keep_reference and reference_path is None and not config.lora.rank:
+        if keep_reference and reference_path is None and not self._begins_bare:
             self._reference = [self._copied(p) for p in self._trained()]
         self._offload = offload_of(
             config.offload, self._net, self._optimizer, reference=self._other_reference
         )
-        self._step = 0
         if keep_reference and reference_path is not None:
             self.release_memory()  # the reference may need it
             self._reference = self._load_reference(reference_path)
@@ -158,21 +156,28 @@ class MegatronPolicy:
         return model
 
     @property
-    def step(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
-        return self._step
+    def device(self) -> torch.device:
+        """See `PolicyBackend.device`."""
+        return device.device()
+
+    @property
+    def leads(self) -> bool:
+        """See `PolicyBackend.leads`."""
+        return self.world.leads
+
+    def share(self, frame: Frame | None) -> Frame:
+        """See `PolicyBackend.share`."""
+        return self.world.share(frame)
+
+    def make_critic(self, config: CriticConfig) -> MegatronCritic:
+        """See `PolicyBackend.make_critic`."""
+        from treadle.policy.backends.megatron.critic.backend import MegatronCritic
+
+        return MegatronCritic(self, config, self._config, self._model_path)
 
     def close(self) -> None:
-        """Leaves the policy's ranks; the object cannot be used afterwards."""
+        """See `PolicyBackend.close`."""
         self.world.close()
-
-    def release_memory(self) -> None:
-        """Takes off the device what `policy.offload` says, until a method needs it."""
-        self._offload.release_all()
-
-    def take_offload_report(self) -> OffloadReport:
-        """Returns what `policy.offload` has moved since the last report."""
-        return self._offload.take_report()
 
     def _copied(self, parameter: Tensor) -> Tensor:
         return copied(parameter, to_host=self._config.offload.reference)
@@ -237,7 +242,7 @@ class MegatronPolicy:
                 return self._logprobs(self._reference, self._reference, sequences, temperature)
             finally:
                 self._offload.release("reference")
-        if self._config.lora.rank:
+        if self._begins_bare:
             with switched_off(self._model):
                 return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:
@@ -253,7 +258,7 @@ class MegatronPolicy:
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
 
-    def train_step(
+    def forward_backward(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -262,12 +267,8 @@ class MegatronPolicy:
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> StepStats:
-        """See `PolicyBackend.train_step`.
-
-        Raises:
-            ValueError: No sequence has a loss token.
-        """
+    ) -> LossStats:
+        """See `PolicyBackend.forward_backward`."""
         began = time.perf_counter()
         packer = Packer(
             sequences,
@@ -294,23 +295,10 @@ class MegatronPolicy:
             return (output.loss_T * micro.weights_T).sum()
 
         load.reset(self._model)
-        self._offload.restore("parameters", "gradients")
-        self._net.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        pipeline.run(self._net, micro_batches, weighted, forward_only=False)
-        lr = learning_rate(self._config.optimizer, self._step)
-        self._offload.restore("optimizer")
-        with spent_on("optimizer"):
-            applied = self._optimizer.apply(lr)
-        self._offload.release("optimizer")
-        self._step += 1
+        self.accumulate(micro_batches, weighted)
         collected = collector.reduce(micro_batches)
-        return StepStats(
-            step=self._step,
+        return LossStats(
             loss=collected.loss,
-            grad_norm=applied.grad_norm,
-            skipped=applied.skipped,
-            learning_rate=lr,
             num_sequences=len(sequences),
             num_computed=len(computed),
             num_tokens=sum(input_length(sequences[i]) for i in computed),
@@ -425,11 +413,6 @@ class MegatronPolicy:
 
     # --- weights and checkpoints ---------------------------------------------------------------
 
-    def weights_are_finite(self) -> bool:
-        """See `PolicyBackend.weights_are_finite`."""
-        self._offload.restore("parameters")
-        return weights.are_finite(self._model)
-
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """See `PolicyBackend.weight_specs`."""
         return weights.specs(
@@ -484,17 +467,6 @@ class MegatronPolicy:
             if lora.rank
             else None,
         )
-
-    def save(self, directory: Path) -> None:
-        """See `PolicyBackend.save`."""
-        checkpoint.save(self._state(), directory, step=self._step, world=self.world)
-
-    def load(self, directory: Path) -> None:
-        """See `PolicyBackend.load`."""
-        state = self._state()
-        self._step = checkpoint.load(state, directory)
-        if not self.weights_are_finite():
-            raise CheckpointError(f"the weights in {directory} are not finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,9 +51,6 @@ from megatron.core.dist_checkpointing.mapping import apply_factories  # noqa: E4
 from megatron.core.dist_checkpointing.optimizer import make_sharded_optimizer_tensor  # noqa: E402
 from megatron.core.dist_checkpointing.serialization import save_preprocess  # noqa: E402
 from megatron.core.dist_checkpointing.strategies import torch as torch_dist  # noqa: E402
-from megatron.core.dist_checkpointing.strategies.common import (  # noqa: E402
-    TorchCommonSaveStrategy,
-)
 from megatron.core.dist_checkpointing.utils import (  # noqa: E402
     extract_sharded_tensors_and_factories,
 )
@@ -65,6 +62,7 @@ if TYPE_CHECKING:
     from treadle.policy.backends.megatron.parallel import World
 
 _TENSORS: Final = ("param", "exp_avg", "exp_avg_sq")
+_COMMON: Final = "common.pt"  # Megatron's name, which its `load` reads too
 
 
 class PolicyState:
@@ -196,7 +194,7 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
         building.mkdir(parents=True)
 
     def finish() -> None:
-        TorchCommonSaveStrategy("torch", 1).save_common(common, building)
+        torch.save(common, building / _COMMON)
         save_config(CheckpointingConfig("torch_dist", 1), str(building))
         building.rename(directory)
 
@@ -242,7 +240,7 @@ def load(state: PolicyState, directory: Path) -> int:
 
 def _load_common(directory: Path) -> dict[str, Any]:
     """Returns what all ranks share: step, Adam's steps and architecture."""
-    path = directory / "common.pt"
+    path = directory / _COMMON
     if not path.is_file():
         raise CheckpointError(f"{path} is missing")
     try:

@@ -1,6 +1,6 @@
 """The device: stock Megatron-core with CUDA, a facade over it without.
 
-Megatron-core 0.16.1 supports only CUDA: it asks `torch.cuda` for the current device, creates
+Megatron-core supports only CUDA: it asks `torch.cuda` for the current device, creates
 tensors with `device="cuda"`, asserts on `Tensor.type()` and moves tensors with `Tensor.cuda()`.
 `install` makes all of that mean the CPU, so that one code path trains on both.
 
@@ -8,8 +8,8 @@ Invariant: with CUDA available nothing is touched. Without it, only modules belo
 see a different `torch` (their module-global name is rebound to a proxy); the real `torch` changes
 in two methods, `Tensor.cuda` and `Tensor.type`, which no CPU program has another use for.
 
-The facade depends on the exact source of Megatron-core, hence the pinned version;
-`device_test.py` checks that the places it was written for are still where they were.
+The facade depends on the exact source of Megatron-core, hence the pinned versions;
+`device_test.py` checks that the places it was written for are where they were.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from typing import Any, Final
 
 import torch
 
-MEGATRON_VERSION: Final = "0.16.1"
+from treadle.policy.backends.megatron import VERSION, VERSIONS
+
 CPU: Final = torch.device("cpu")
 
 _FACTORIES: Final = (
@@ -99,16 +100,15 @@ def device() -> torch.device:
 
 
 def _check_version() -> None:
+    fix = f"install megatron-core=={VERSION}"
     try:
         found = importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
-        raise ImportError(
-            f"megatron-core is not installed; install megatron-core=={MEGATRON_VERSION}"
-        ) from None
-    if found != MEGATRON_VERSION:
+        raise ImportError(f"megatron-core is not installed; {fix}") from None
+    if found not in VERSIONS:
         raise ImportError(
             f"megatron-core {found} is installed, but this package is written against "
-            f"{MEGATRON_VERSION} exactly; install megatron-core=={MEGATRON_VERSION}"
+            f"{' and '.join(VERSIONS)} exactly; {fix}"
         )
 
 

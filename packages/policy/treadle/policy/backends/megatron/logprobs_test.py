@@ -15,7 +15,7 @@ from treadle.policy.backends.megatron.attention import (
     take_rows,
 )
 from treadle.policy.backends.megatron.logprobs import from_logits, logprobs_and_entropy
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.ranks import RankTask, run_ranks
 
 REAL = 13
 
@@ -72,12 +72,13 @@ def test_logits_are_not_written_to() -> None:
 
 def over_ranks(task: RankTask) -> list[Any]:
     """Each rank holds `argument` columns of the vocabulary."""
+    from treadle.policy.backend import Rendezvous
     from treadle.policy.backends.megatron import parallel
     from treadle.policy.config.policy import ParallelConfig
 
     world = parallel.start(
         ParallelConfig(tensor=task.num_ranks),
-        parallel.Rendezvous(
+        Rendezvous(
             rank=task.rank,
             world_size=task.num_ranks,
             shared_file=task.folder / "meet",

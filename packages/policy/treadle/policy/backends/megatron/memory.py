@@ -48,91 +48,18 @@ sees, what its tower computes of the images of a micro-batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from treadle.policy.backends.description import MemoryEstimate
 from treadle.policy.backends.megatron.architecture import padded_vocab
 from treadle.policy.config.policy import PolicyConfig
 
 if TYPE_CHECKING:
     from treadle.policy.backends.megatron.architecture import Architecture
-    from treadle.policy.config.policy import OffloadConfig
 
-__all__ = ["MemoryEstimate", "RankMemory", "estimate_memory", "rank_memory", "stage_parameters"]
+__all__ = ["estimate_memory", "stage_parameters"]
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Bytes of the rank that needs most.
-
-    Attributes:
-        weights: Of the parameters.
-        gradients: Their sums.
-        optimizer: Adam's state.
-        reference: The copy of the starting weights, or another model; 0 without one.
-        activations: Of the micro-batches under way, logits included.
-        exchanged: The present weights' copy while the starting weights are in their place.
-    """
-
-    weights: int
-    gradients: int
-    optimizer: int
-    reference: int
-    activations: int
-    exchanged: int
-
-    @property
-    def total(self) -> int:
-        """Bytes at the moment that needs most."""
-        kept = self.weights + self.gradients + self.optimizer + self.reference
-        return kept + max(self.activations, self.exchanged)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankMemory:
-    """Bytes of a rank, of policy and critic together.
-
-    Attributes:
-        peak: Of the device, at the moment that needs most.
-        between: Of the device, between the phases of the policy.
-        host: Of host memory, between the phases, for what `policy.offload` took off the device.
-    """
-
-    peak: int
-    between: int
-    host: int
-
-
-def rank_memory(
-    offload: OffloadConfig, policy: MemoryEstimate, critic: MemoryEstimate | None = None
-) -> RankMemory:
-    """Returns what a rank needs where, as `policy.megatron.offload` moves it."""
-
-    def resting(model: MemoryEstimate) -> int:
-        """Returns the bytes that a model keeps on the device while it computes nothing."""
-        parameters = 0 if offload.parameters else model.weights + model.gradients
-        return parameters + (0 if offload.optimizer else model.optimizer)
-
-    def working(model: MemoryEstimate) -> int:
-        """Returns the bytes of a model in its forward and backward pass, and in its step."""
-        state = 0 if offload.optimizer else model.optimizer
-        exchanged = 0 if offload.reference else model.exchanged
-        moments = (state + max(model.activations, exchanged), model.optimizer)
-        return model.weights + model.gradients + max(moments)
-
-    models = [policy] if critic is None else [policy, critic]
-    between = sum(map(resting, models)) + (0 if offload.reference else policy.reference)
-    # Another model as the reference comes beside the policy's weights, before there are gradients.
-    is_other = offload.reference and not policy.exchanged
-    reference = policy.weights * offload.parameters + policy.reference * is_other
-    host = sum(m.weights * offload.parameters + m.optimizer * offload.optimizer for m in models)
-    return RankMemory(
-        peak=between + max(reference, *(working(model) - resting(model) for model in models)),
-        between=between,
-        host=host + policy.reference * offload.reference,
-    )
 
 
 def estimate_memory(

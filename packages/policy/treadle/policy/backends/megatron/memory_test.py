@@ -8,21 +8,16 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treadle.policy.algorithms.choose_loss import policy_loss
+from treadle.policy.backend import Rendezvous
+from treadle.policy.backends.description import MemoryEstimate, RankMemory, rank_memory
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.memory import (
-    MemoryEstimate,
-    RankMemory,
-    estimate_memory,
-    rank_memory,
-    stage_parameters,
-)
+from treadle.policy.backends.megatron.memory import estimate_memory, stage_parameters
 from treadle.policy.backends.megatron.packing import MicroBatch, Packer
-from treadle.policy.backends.megatron.parallel import Rendezvous
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OffloadConfig, ParallelConfig, PolicyConfig
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 
 _ROWS = 1024
 _TOLERANCE = 0.15

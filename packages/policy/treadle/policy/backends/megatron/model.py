@@ -23,8 +23,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.megatron import device
-from treadle.policy.backends.megatron.architecture import UnsupportedModelError, padded_vocab
+from treadle.policy.backends.megatron.architecture import padded_vocab
 from treadle.policy.backends.megatron.attention import PackedAttention, Scores, Segments
 from treadle.policy.backends.megatron.experts import check
 from treadle.policy.backends.megatron.experts.layer import layer_spec, mark_experts, settings

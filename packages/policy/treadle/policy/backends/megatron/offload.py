@@ -7,8 +7,8 @@ read a tensor of a part that is away is undefined.
 
     part          of it                                           kept
     parameters    all weights, frozen ones too                    yes
-    gradients     Megatron's buffers; they leave with the         no: a step begins by setting
-                  parameters                                      them to 0
+    gradients     Megatron's buffers; they leave with the         between `forward_backward`
+                  parameters                                      and `optimizer_step` only
     optimizer     Adam's moments, and the float32 weights of      yes
                   a bfloat16 model
     reference     another model for the KL penalties              yes
@@ -73,7 +73,7 @@ class Offload:
         self._restore_s += time.perf_counter() - began
 
     @spent_on("memory")
-    def release(self, *names: Part) -> None:
+    def release(self, *names: Part, keep_gradients: bool = False) -> None:
         """Takes parts off the device, except those that are away already or never leave."""
         began = time.perf_counter()
         for name in names:
@@ -81,7 +81,7 @@ class Offload:
                 continue
             if storages := _storages(self._parts[name]()):
                 self._away[name] = [
-                    _release(storage, keep=name != "gradients")
+                    _release(storage, keep=keep_gradients or name != "gradients")
                     for storage in storages
                     # Without CUDA, memory of which NumPy has a view has to stay.
                     if storage.resizable()
@@ -89,10 +89,10 @@ class Offload:
         self._release_s += time.perf_counter() - began
 
     @spent_on("memory")
-    def release_all(self) -> None:
+    def release_all(self, *, keep_gradients: bool = False) -> None:
         """Takes all parts off the device, and gives the memory to other processes."""
         there = len(self._parts) - len(self._away)
-        self.release(*self._parts)
+        self.release(*self._parts, keep_gradients=keep_gradients)
         if there:
             began = time.perf_counter()
             torch.cuda.empty_cache()  # does nothing without CUDA

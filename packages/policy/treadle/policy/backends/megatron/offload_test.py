@@ -12,8 +12,7 @@ from google.protobuf.message import Message
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.backends.megatron.offload import Offload
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
+from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import LOSS_NAMES, AlgorithmConfig, RewardKlConfig
 from treadle.policy.config.critic import CriticConfig
@@ -26,6 +25,8 @@ from treadle.policy.config.policy import (
 )
 from treadle.policy.config.settings import to_json
 from treadle.policy.rank.rank import PolicyRank
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -73,11 +74,12 @@ def on_the_device(rank: PolicyRank) -> int:
     """Returns the bytes that the models of a rank have there."""
     total = 0
     for model in rank._models():
+        assert isinstance(model, TrainedModel)
         tensors = [*model._net.parameters(), *model._optimizer.tensors()]
         buffers = [*model._net.buffers, *model._net.expert_parallel_buffers]
         tensors += [t for b in buffers for t in (b.grad_data, b.param_data) if t is not None]
         total += sum(t.untyped_storage().nbytes() for t in tensors)
-    other = rank._policy._reference if rank._policy is not None else None
+    other = getattr(rank._policy, "_reference", None)
     if isinstance(other, torch.nn.Module):
         total += sum(t.untyped_storage().nbytes() for t in other.parameters())
     return total
@@ -177,9 +179,9 @@ LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"data": 2}]
 
 
 def on_two_ranks(task: RankTask) -> list[list[Any]]:
+    from treadle.policy.backend import Rendezvous
     from treadle.policy.backends.megatron.backend import MegatronPolicy
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-    from treadle.policy.backends.megatron.parallel import Rendezvous
     from treadle.policy.rank.train_batch import run_critic_update, run_update
 
     folder, places = task.argument

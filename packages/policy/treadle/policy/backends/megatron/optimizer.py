@@ -1,4 +1,4 @@
-"""The optimizer: AdamW on one rank's share of the parameters, and the learning rate over steps.
+"""The optimizer: AdamW on one rank's share of the parameters.
 
 Invariant: a step with a non-finite gradient changes nothing. The norm is taken over the whole
 model's gradient and reduced over all ranks, so every rank makes the same decision.
@@ -29,22 +29,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # n
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
-
-
-def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Returns the learning rate of optimizer step `step`, the first being 0."""
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.schedule == "constant":
-        return config.lr
-    assert config.decay_steps is not None  # the config refuses other schedules without it
-    span = config.decay_steps - config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    remaining = 1.0 - progress
-    if config.schedule == "cosine":
-        remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.min_lr + (config.lr - config.min_lr) * remaining
+    from treadle.policy.config.policy import PolicyConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,11 +26,10 @@ from treadle.policy.backends.megatron.attention import Segments, take_rows
 from treadle.policy.backends.megatron.context.attention import ContextSegments
 from treadle.policy.backends.megatron.context.loss_tokens import LossTokens
 from treadle.policy.backends.megatron.context.rows import rows_of_ranks
-from treadle.policy.backends.megatron.experts.replay import replayed_indices
-from treadle.policy.backends.megatron.experts.routing import Routing
+from treadle.policy.backends.megatron.experts.routing import Routing, replayed_indices
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
 from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
-from treadle.policy.client.batch import input_length
+from treadle.policy.client.batch import check_optional_fields, input_length
 from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
 
 if TYPE_CHECKING:
@@ -129,12 +128,7 @@ class Packer:
             ValueError: Only some of the sequences have one of the optional log-probabilities, or
                 `selected`; or some have images, and the model reads text only.
         """
-        for name in (*LOGPROB_FIELDS, "selected"):
-            having = sum(getattr(sequence, name) is not None for sequence in sequences)
-            if having not in (0, len(sequences)):
-                raise ValueError(
-                    f"{having} of {len(sequences)} sequences have {name}; give all or none"
-                )
+        check_optional_fields(sequences)
         if images is None and any(sequence.images for sequence in sequences):
             raise ValueError("sequences have images, and the model has no vision tower")
         self._sequences = sequences

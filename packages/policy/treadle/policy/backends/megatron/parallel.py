@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from treadle.policy.backend import Frame, Rendezvous
 from treadle.policy.backends.megatron import device
 
 device.install()
@@ -24,44 +24,25 @@ device.install()
 from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 if TYPE_CHECKING:
-    from treadle.policy.client.shards import Frame
     from treadle.policy.config.policy import ParallelConfig
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendezvous:
-    """Where the ranks meet: at an address, through a shared file, or, if alone, nowhere."""
-
-    rank: int = 0
-    world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    """Rank 0 listens here until all have come. Not used with `shared_file` or by a world of one."""
-    listener: int | None = None
-    """The socket of rank 0 that listens there already, and becomes the store's."""
-    shared_file: Path | None = None
-    """For ranks on one machine: a path that does not exist yet."""
-    local_rank: int = 0
-    """Which GPU of its machine this rank uses."""
-    timeout_s: float = 600.0
-    """A collective operation that waits longer for another rank fails."""
-
-    def store(self) -> Any:
-        """Returns the key-value store that torch's process group starts from."""
-        if self.world_size == 1:
-            return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
-        if self.shared_file is not None:
-            return dist.FileStore(  # type: ignore[attr-defined]  # torch does not declare it
-                str(self.shared_file), self.world_size
-            )
-        return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
-            self.master_addr,
-            self.master_port,
-            self.world_size,
-            is_master=self.rank == 0,
-            timeout=timedelta(seconds=self.timeout_s),
-            master_listen_fd=self.listener,
+def _store(place: Rendezvous) -> Any:
+    """Returns the key-value store that torch's process group starts from."""
+    if place.world_size == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
+    if place.shared_file is not None:
+        return dist.FileStore(  # type: ignore[attr-defined]  # torch does not declare it
+            str(place.shared_file), place.world_size
         )
+    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timedelta(seconds=place.timeout_s),
+        master_listen_fd=place.listener,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -252,7 +233,7 @@ def _join(rendezvous: Rendezvous) -> None:
         torch.cuda.set_device(rendezvous.local_rank)
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=rendezvous.store(),
+        store=_store(rendezvous),
         rank=rendezvous.rank,
         world_size=rendezvous.world_size,
         timeout=timedelta(seconds=rendezvous.timeout_s),

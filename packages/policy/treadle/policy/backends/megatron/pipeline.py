@@ -1,7 +1,8 @@
 """The way of micro-batches through a model that its pipeline stages share.
 
-Invariant: the gradient that a run leaves is the plain sum over micro-batches, data-parallel and
-context ranks. The model is the policy or its critic; both are on the same ranks.
+Invariant: after `reduce_gradients` the gradient is the plain sum over the micro-batches of all runs
+since it was 0, over data-parallel and context ranks. The model is the policy or its critic; both
+are on the same ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 def wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataParallel:
     """Megatron's gradient buffers; they sum in float32 and are reduced once per step."""
-    net = DistributedDataParallel(
+    return DistributedDataParallel(
         model.config,
         DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
@@ -39,11 +40,10 @@ def wrap(model: PolicyModel, *, distributed_optimizer: bool) -> DistributedDataP
         model,
     )
 
-    def finalize(nets: list[Any], _: object, **kwargs: Any) -> None:
-        finalize_model_grads(nets, None, **kwargs)  # None: do not divide by a token count
 
-    model.config.finalize_model_grads_func = finalize
-    return net
+def reduce_gradients(net: DistributedDataParallel) -> None:
+    """Sums the gradient over ranks; once per step, because a second sum would count it again."""
+    finalize_model_grads([net], None)  # None: do not divide by a token count
 
 
 def run(
@@ -53,7 +53,7 @@ def run(
     *,
     forward_only: bool,
 ) -> None:
-    """Takes the micro-batches through the pipeline; gradients are left summed over ranks.
+    """Takes the micro-batches through the pipeline; gradients stay on each rank.
 
     Args:
         net: From `wrap`; without a gradient also a model as it is.
@@ -61,9 +61,7 @@ def run(
         loss: Makes the weighted loss of a micro-batch and the last stage's hidden states.
         forward_only: Whether to leave out the gradient.
     """
-    if not micro_batches:  # the schedules need one; the other ranks still wait for our sum
-        if not forward_only:
-            finalize_model_grads([net], None)
+    if not micro_batches:  # the schedules need one
         return
 
     def forward(batches: Iterator[MicroBatch], net: torch.nn.Module) -> Any:

@@ -13,6 +13,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from treadle.rollout_server.config.schema import ServerConfig
+from treadle.rollout_server.engine import ModelInfo
+
+EXPERTS_ARGUMENT = "enable_return_routed_experts"
+"""The argument of vLLM and of SGLang for reports of the experts that the model chooses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,29 @@ def reject_unsupported(config: ServerConfig, engine: str, unsupported: Mapping[s
         value, default = _value(config, key), _value(ServerConfig(), key)
         if value != default:
             raise ValueError(f"{key} is {value!r}, which engine {engine!r} does not support: {fix}")
+
+
+def experts_are_reported(config: ServerConfig, model: ModelInfo, problems: Collection[str]) -> bool:
+    """Returns whether the engine reports the experts that the model chooses.
+
+    It does if it can, unless `EXPERTS_ARGUMENT` in `engine_args` is false.
+
+    Args:
+        config: The configuration.
+        model: The model that is served.
+        problems: Settings with which the engine cannot report them.
+
+    Raises:
+        ValueError: `engine_args` demand it, and it cannot.
+    """
+    if not model.num_moe_layers:
+        problems = [*problems, f"{model.architecture} has no experts here"]
+    if problems and config.engine_args.get(EXPERTS_ARGUMENT):
+        raise ValueError(
+            f"engine_args.{EXPERTS_ARGUMENT} is true, but {', '.join(problems)}: change that, or "
+            f"leave {EXPERTS_ARGUMENT} out"
+        )
+    return not problems and bool(config.engine_args.get(EXPERTS_ARGUMENT, True))
 
 
 def merge_arguments(

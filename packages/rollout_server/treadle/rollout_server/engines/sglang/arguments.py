@@ -13,7 +13,9 @@ from typing import Any
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.common.arguments import (
+    EXPERTS_ARGUMENT,
     ManagedArgument,
+    experts_are_reported,
     merge_arguments,
     reject_unsupported,
 )
@@ -64,13 +66,25 @@ def server_arguments(
     merged = merge_arguments(
         own, config.engine_args, known=known, argument_class="sglang's ServerArgs"
     )
-    arguments = _defaults(config, cpu=cpu) | merged
+    arguments = _defaults(config, model, cpu=cpu) | merged
     if (backend := arguments["grammar_backend"]) not in ("none", "xgrammar"):
         raise ValueError(
             f"engine_args.grammar_backend is {backend!r}, which reads other grammars than those of "
             "the contract: leave it out, or set 'xgrammar' or 'none'"
         )
     return arguments
+
+
+def reports_experts(config: ServerConfig, model: ModelInfo) -> bool:
+    """Returns whether SGLang reports the experts that the model chooses.
+
+    Raises:
+        ValueError: `engine_args` demand it, and it cannot.
+    """
+    # Its memory for those of one step is as large as a chunk.
+    whole = config.engine_args.get("chunked_prefill_size") == -1
+    problems = ["engine_args.chunked_prefill_size is -1"] if whole else []
+    return experts_are_reported(config, model, problems)
 
 
 def constrains(config: ServerConfig) -> bool:
@@ -168,12 +182,13 @@ def _kv_tokens(config: ServerConfig, model: ModelInfo) -> int:
     return tokens
 
 
-def _defaults(config: ServerConfig, *, cpu: bool) -> dict[str, Any]:
+def _defaults(config: ServerConfig, model: ModelInfo, *, cpu: bool) -> dict[str, Any]:
     """Returns the defaults that ``engine_args`` may override."""
     defaults: dict[str, Any] = {
         "sleep_on_idle": True,  # Otherwise an idle or paused scheduler keeps a core busy.
         "skip_server_warmup": True,
         "grammar_backend": "xgrammar" if constrains(config) else "none",
+        EXPERTS_ARGUMENT: reports_experts(config, model),
     }
     if cpu:
         # The other attention backends have no CPU kernels, and there is no device to overlap with.

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.sglang.arguments import (
     constrains,
     kv_bytes_per_token,
+    reports_experts,
     server_arguments,
 )
 
@@ -22,6 +24,7 @@ KNOWN = {
     "speculative_algorithm",
     "stream_interval",
     "enable_memory_saver",
+    "enable_return_routed_experts",
     "grammar_backend",
 }
 
@@ -35,6 +38,20 @@ def path(tmp_path: Path) -> Path:
 def arguments(path: Path, *, cpu: bool = True, given: Any = None, **model: Any) -> dict[str, Any]:
     config = ServerConfig(model=ModelConfig(path=path, **model), engine_args=given or {})
     return server_arguments(config, MODEL, cpu=cpu, known=KNOWN)
+
+
+def test_experts_are_reported_where_sglang_can(path: Path) -> None:
+    sparse = replace(MODEL, num_moe_layers=2)
+    for given, reported in (
+        ({}, True),
+        ({"enable_return_routed_experts": False}, False),
+        ({"chunked_prefill_size": -1}, False),
+    ):
+        config = ServerConfig(model=ModelConfig(path=path), engine_args=given)
+        assert reports_experts(config, sparse) is reported
+        told = server_arguments(config, sparse, cpu=True, known=KNOWN)
+        assert told["enable_return_routed_experts"] is reported
+        assert not reports_experts(config, MODEL)
 
 
 def test_our_keys_are_sglangs_arguments(path: Path) -> None:

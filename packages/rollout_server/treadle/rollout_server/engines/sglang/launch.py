@@ -27,7 +27,11 @@ from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoi
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.images.model_types import takes_images
-from treadle.rollout_server.engines.sglang.arguments import constrains, server_arguments
+from treadle.rollout_server.engines.sglang.arguments import (
+    constrains,
+    reports_experts,
+    server_arguments,
+)
 from treadle.rollout_server.engines.sglang.engine import SglangEngine
 from treadle.rollout_server.engines.sglang.startup import ProcessSetup, install_stubs
 from treadle.rollout_server.model_files import read_model
@@ -75,6 +79,7 @@ async def create(config: ServerConfig) -> SglangEngine:
             prompt_logprobs=True,
             images=images is not None,
             constrained_sampling=constrains(config),
+            routed_experts=reports_experts(config, model),
             release_memory=cpu or config.engine_args.get("enable_memory_saver", True) is True,
         ),
         model=model,

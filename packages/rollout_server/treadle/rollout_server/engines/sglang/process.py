@@ -140,6 +140,8 @@ class Schedulers:
             sampling_params=sampling,
             return_logprob=True,
             logprob_start_len=logprob_start(request),
+            return_routed_experts=request.routed_experts_from is not None,
+            routed_experts_start_len=request.routed_experts_from or 0,
             stream=True,
             rid=rid,
         )
@@ -302,6 +304,13 @@ class _Manager(TokenizerManager):  # type: ignore[misc]
         tokenized = super()._create_tokenized_object(obj, *args, **kwargs)
         tokenized.mm_inputs = self.images.pop(obj.rid, None)
         return tokenized
+
+    def _handle_abort_req(self, recv_obj: AbortReq) -> None:
+        """Adds the experts, which SGLang leaves out of its last answer to an aborted request."""
+        state = self.rid_to_state.get(recv_obj.rid)
+        super()._handle_abort_req(recv_obj)
+        if state is not None:
+            state.out_list[-1]["meta_info"].update(state.customized_info_accumulated)
 
     def auto_create_handle_loop(self) -> None:
         """Does nothing: SGLang would handle SIGTERM here, and kill this process on a failure."""

@@ -35,6 +35,9 @@ from treadle.rollout_server.errors import InvalidField
 SETTINGS_KEY = "treadle"
 """Key of our settings in a request's custom parameters; see `sampling.to_wire`."""
 
+EXPERTS_KEY = "treadle_experts"
+"""Key in SGLang's meta information: for each token, the experts of the rows before it."""
+
 _SEED_BITS = 64
 _FORMS = {
     ConstraintForm.JSON_SCHEMA: "json_schema",
@@ -152,6 +155,9 @@ class Sequence:
 
     def _tokens(self, answer: dict[str, Any], count: int, version: int) -> Iterator[Tokens]:
         entries = answer["meta_info"].get("output_token_logprobs", ())
+        # Other requests of a batch with experts have them as None.
+        asked = self.request.routed_experts_from is not None
+        experts = answer["meta_info"].get(EXPERTS_KEY, ()) if asked else ()
         while self._num_emitted < count:
             stop, sampled_by = self._run(version)
             stop = count if stop is None else min(count, stop)
@@ -160,7 +166,8 @@ class Sequence:
             _check_finite(logprobs)
             self._num_emitted = stop
             shown = logprobs if self.request.logprobs else ()
-            yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by)
+            routed = b"".join(experts[span])
+            yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by, routed)
 
     def _check_constraint(self, reason: dict[str, Any] | None) -> None:
         constraint = self.request.constraint

@@ -18,6 +18,7 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.sglang.sequence import (
+    EXPERTS_KEY,
     Sequence,
     check_supported,
     logprob_start,
@@ -59,6 +60,18 @@ def test_answers_become_events_once() -> None:
         Tokens((12, 13), (-0.2, -0.1 * 3), 0),
         Finished(FinishReason.LENGTH),
     ]
+
+
+def test_experts_come_with_the_tokens_for_those_who_ask() -> None:
+    experts = [b"abc", b"d", b"e", b"f"]
+    sequence = Sequence(replace(request(), routed_experts_from=0), "1")
+    sequence.mark(1, 0)
+    events = read(sequence, answer(3, **{EXPERTS_KEY: experts}), 1)
+    events += read(sequence, answer(4, {"type": "length"}, **{EXPERTS_KEY: experts}), 1)
+    tokens = [event for event in events if isinstance(event, Tokens)]
+    assert [event.routed_experts for event in tokens] == [b"abc", b"de", b"f"]
+    others = read(Sequence(request(), "1"), answer(2, **{EXPERTS_KEY: [None, None]}))
+    assert [event.routed_experts for event in others if isinstance(event, Tokens)] == [b""]
 
 
 def test_logprobs_of_the_prompt_come_once_before_the_first_token() -> None:

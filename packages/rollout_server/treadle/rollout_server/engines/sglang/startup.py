@@ -53,6 +53,8 @@ def run_scheduler(setup: ProcessSetup, *arguments: Any) -> None:
     die_with_parent()
     from treadle.rollout_server.engines.sglang import worker
 
+    if setup.cpu:
+        worker.replace_expert_kernels()
     worker.run(setup.report, *arguments)
 
 

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed
 from sglang.srt.constrained.xgrammar_backend import XGrammarGrammarBackend
+from sglang.srt.layers.moe.topk import TopK
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers import mm_schedule
 from sglang.srt.managers import scheduler as sglang_scheduler
@@ -31,15 +32,20 @@ from sglang.srt.managers.io_struct import (
     UpdateWeightsFromIPCReqInput,
     UpdateWeightsFromIPCReqOutput,
 )
+from sglang.srt.managers.scheduler_components.batch_result_processor import (
+    SchedulerBatchResultProcessor,
+)
+from sglang.srt.mem_cache.pool_host.common import ALLOC_MEMORY_FUNCS
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
 from transformers import AutoTokenizer
 
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import decode_group
 from treadle.rollout_server.engines.sglang import weights
 from treadle.rollout_server.engines.sglang.sampling import Row, Rows
-from treadle.rollout_server.engines.sglang.sequence import SETTINGS_KEY
+from treadle.rollout_server.engines.sglang.sequence import EXPERTS_KEY, SETTINGS_KEY
 from treadle.rollout_server.engines.sglang.weights import WorkerError
 from treadle.rollout_server.errors import CollectiveBroken
 
@@ -74,6 +80,16 @@ def run(report: Callable[[BaseException], None], *arguments: Any) -> None:
     sglang_scheduler.run_scheduler_process(*arguments)
 
 
+def replace_expert_kernels() -> None:
+    """Makes SGLang choose experts, and keep its reports of them, without kernels and CUDA."""
+    TopK.forward_cpu = TopK.forward_native
+
+    def allocate(dims: Any, *, allocator: Any, dtype: Any, device: str, **_: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    ALLOC_MEMORY_FUNCS["cpu"] = allocate  # Otherwise it is registered with CUDA.
+
+
 def _exit(report: Callable[[BaseException], None], error: Exception) -> NoReturn:
     # SGLang would send the server a signal that kills it.
     _log.exception("the scheduler broke", exc_info=error)
@@ -93,10 +109,44 @@ class Worker(sglang_scheduler.Scheduler):  # type: ignore[misc]
         # The server sends all stop ids, including the model's.
         self.model_config.hf_eos_token_id = set()
         self._runner.sampler = SeededSampler()
+        if get_global_experts_capturer() is not None:
+            self._report_experts()
 
     @property
     def _runner(self) -> Any:
         return self.tp_worker.model_runner
+
+    def _report_experts(self) -> None:
+        """Makes each token bring the experts of the rows before it that have not been reported.
+
+        SGLang reports them only when a sequence ends by itself. Rows of cached ids have theirs too:
+        SGLang keeps them beside the KV cache.
+        """
+        capturer = get_global_experts_capturer()
+        assert capturer is not None
+        layers = sorted(m.layer_id for m in self._runner.model.modules() if isinstance(m, TopK))
+        id_bytes = 1 if self.model_config.hf_text_config.num_experts <= 256 else 2
+        collect = SchedulerBatchResultProcessor._maybe_collect_customized_info
+
+        def collect_experts(processor: Any, index: int, req: Any, logits_output: Any) -> None:
+            collect(processor, index, req, logits_output)
+            if not req.return_routed_experts:
+                return
+            length = len(req.origin_input_ids) + len(req.output_ids)
+            rows = req.routed_experts  # Of a sequence that has just ended.
+            if rows is None:
+                rows = capturer.get_topk(
+                    req.kv.req_pool_idx,
+                    length,
+                    self.req_to_token_pool,
+                    req.routed_experts_start_len,
+                )
+            req.routed_experts, req.routed_experts_start_len = None, length - 1
+            info = req.customized_info = req.customized_info or {}
+            ids = rows.numpy()[:, layers].astype(f"<u{id_bytes}")
+            info.setdefault(EXPERTS_KEY, []).append(ids.tobytes())
+
+        SchedulerBatchResultProcessor._maybe_collect_customized_info = collect_experts
 
     def init_ipc_channels(self, port_args: Any) -> None:
         """Sends tokens through the socket of the answers."""

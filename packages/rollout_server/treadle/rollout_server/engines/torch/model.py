@@ -109,6 +109,8 @@ class CachedModel:
         config: Any = AutoConfig.from_pretrained(source.path, local_files_only=True)
         text_config = config.get_text_config()
         _check_supported(config.model_type, text_config)
+        if hasattr(config, "quantization_config"):
+            raise ValueError(_quantised(source.path, "config.json has quantization_config"))
         takes_images = config.model_type in _VISION_TYPES
         self._model, report = (_VISION_MODEL if takes_images else _TEXT_MODEL).from_pretrained(
             source.path,
@@ -126,6 +128,9 @@ class CachedModel:
                 f"{source.path} lacks {len(report['missing_keys'])} weights of the model, "
                 f"for example {min(report['missing_keys'])!r}: copy the whole checkpoint"
             )
+        # A quantised checkpoint may not say so in its config; its weights would lack their scales.
+        if scales := [name for name in report["unexpected_keys"] if "scale" in name]:
+            raise ValueError(_quantised(source.path, f"it has {min(scales)}"))
         self._model.requires_grad_(False).train(False).to(self.device)
         self._renamed = _PUBLISHED.get(config.model_type, ())
         self._parameters = self._published_parameters()
@@ -323,6 +328,13 @@ def _published(name: str, renamed: Sequence[tuple[str, str]]) -> str:
         if name.startswith(module):
             return checkpoint + name.removeprefix(module)
     return name
+
+
+def _quantised(path: Path, why: str) -> str:
+    return (
+        f"the weights in {path} are quantised ({why}), which the torch engine does not read: use "
+        "the model's publication in bfloat16, or the vllm or sglang engine"
+    )
 
 
 def _check_supported(model_type: str, config: Any) -> None:

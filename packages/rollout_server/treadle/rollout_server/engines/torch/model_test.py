@@ -32,6 +32,7 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rotary embedding 'dynamic'",
         ),
+        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised .* vllm or sglang"),
     ],
 )
 def test_models_of_another_kind_are_refused(
@@ -47,6 +48,19 @@ def test_models_of_another_kind_are_refused(
     config.pop("layer_types", None)
     (path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
+        load(path)
+
+
+def test_scales_that_the_config_does_not_name_are_refused(
+    model_dir: ModelDir, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_dir("llama"), path)
+    stored = load_file(path / "model.safetensors")
+    name = next(name for name in stored if "down_proj" in name)
+    stored[f"{name}_scale_inv"] = torch.ones(1)
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"quantised .it has {name}_scale_inv"):
         load(path)
 
 

@@ -5,7 +5,11 @@ Invariant: pure, and does not import vLLM. The library's defaults hold unless on
 """
 
 from treadle.rollout_server.config.schema import ServerConfig
-from treadle.rollout_server.engines.common.arguments import ManagedArgument
+from treadle.rollout_server.engine import ModelInfo
+from treadle.rollout_server.engines.common.arguments import (
+    ManagedArgument,
+    experts_are_reported,
+)
 from treadle.rollout_server.engines.constraints import has_tokenizer
 
 WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
@@ -15,11 +19,39 @@ UNSUPPORTED = {
 }
 """Keys that vLLM does not support -> what to do instead."""
 
+SCHEDULER = "treadle.rollout_server.engines.vllm.routed_experts.make_scheduler"
+"""Of an engine that reports the experts that the model chose."""
+
+_WITHOUT_EXPERTS = (
+    "decode_context_parallel_size",
+    "distributed_executor_backend",  # Ours prepares the workers.
+    "pipeline_parallel_size",
+    "prefill_context_parallel_size",
+    "scheduler_cls",
+)
 _CPU_KV_CACHE_BYTES = 1 << 30  # vLLM's default is nearly all of the machine's memory.
 
 
+def reports_experts(config: ServerConfig, model: ModelInfo) -> bool:
+    """Returns whether vLLM reports the experts that the model chooses; see `routed_experts.py`.
+
+    Raises:
+        ValueError: `engine_args` demand it, and it cannot.
+    """
+    given = config.engine_args
+    problems = [f"engine_args.{name} is set" for name in _WITHOUT_EXPERTS if name in given]
+    if not config.model.enable_prefix_caching:  # vLLM keeps the experts with its prefix cache.
+        problems.append("model.enable_prefix_caching is false")
+    return experts_are_reported(config, model, problems)
+
+
 def managed_arguments(
-    config: ServerConfig, *, context_length: int, on_cpu: bool, vision: object = None
+    config: ServerConfig,
+    *,
+    context_length: int,
+    on_cpu: bool,
+    routed_experts: bool = False,
+    vision: object = None,
 ) -> dict[str, ManagedArgument]:
     """Returns the arguments of `AsyncEngineArgs` that the server sets.
 
@@ -27,6 +59,7 @@ def managed_arguments(
         config: A configuration with `model.path`.
         context_length: Maximum number of tokens of prompt plus completion.
         on_cpu: Whether this build of vLLM computes on the CPU.
+        routed_experts: Result of `reports_experts`.
         vision: The `VisionSetup` of a model that takes images.
     """
     model = config.model
@@ -63,6 +96,8 @@ def managed_arguments(
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if routed_experts:
+        fixed["scheduler_cls"] = SCHEDULER
     if vision is not None:
         fixed["additional_config"] = vision  # Prepares vLLM's processes.
         fixed["mm_processor_cache_gb"] = 0  # Images are cached before they are cut into patches.

@@ -1,11 +1,19 @@
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.engine import ModelInfo
 from treadle.rollout_server.engines.common.arguments import merge_arguments, reject_unsupported
-from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
+from treadle.rollout_server.engines.vllm.arguments import (
+    UNSUPPORTED,
+    managed_arguments,
+    reports_experts,
+)
+
+MODEL = ModelInfo(architecture="Qwen3MoeForCausalLM", vocab_size=61, context_length=512)
 
 
 def arguments(
@@ -92,6 +100,22 @@ def test_vllms_own_arguments_join_ours() -> None:
 def test_what_we_decide_is_not_vllms_to_be_told(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         arguments(engine_args={name: 1})
+
+
+def experts(*, layers: int = 2, prefix_caching: bool = True, **engine_args: Any) -> bool:
+    settings = ModelConfig(path=Path("m"), enable_prefix_caching=prefix_caching)
+    config = ServerConfig(engine="vllm", model=settings, engine_args=engine_args)
+    return reports_experts(config, replace(MODEL, num_moe_layers=layers))
+
+
+def test_experts_are_reported_where_vllm_can() -> None:
+    assert experts()
+    assert not experts(enable_return_routed_experts=False)
+    assert not experts(layers=0)
+    assert not experts(prefix_caching=False)
+    assert not experts(pipeline_parallel_size=2)
+    with pytest.raises(ValueError, match=r"is true, but model\.enable_prefix_caching is false"):
+        experts(prefix_caching=False, enable_return_routed_experts=True)
 
 
 def test_keys_of_other_engines_are_refused() -> None:

@@ -51,6 +51,7 @@ from treadle.rollout_server.engines.constraints import has_tokenizer
 from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
 from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
+from treadle.rollout_server.engines.vllm.arguments import reports_experts
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 from treadle.rollout_server.engines.vllm.sampling import sampling_params, structured_outputs
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
@@ -114,12 +115,14 @@ class VllmEngine:
         held = read_model(model.path, context_length=model.context_length)
         parameters = checkpoint_parameters(model.path, model.dtype)
         images, vision = await asyncio.to_thread(_open_images, config, held.architecture)
+        routed_experts = reports_experts(config, held)
         runtime_dir = RuntimeDir()
         try:
             llm = await startup.start(
                 config,
                 library,
                 context_length=held.context_length,
+                routed_experts=routed_experts,
                 sockets=runtime_dir.path,
                 vision=vision,
             )
@@ -138,6 +141,7 @@ class VllmEngine:
                 collective=True,
                 prompt_logprobs=True,
                 constrained_sampling=has_tokenizer(config),
+                routed_experts=routed_experts,
             ),
             model=held,
             parameters=parameters,

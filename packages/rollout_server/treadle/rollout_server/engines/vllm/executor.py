@@ -4,23 +4,31 @@ vLLM's processes import these classes by name, from the path that they inherit f
 also under Pex.
 """
 
+from typing import Any
+
+from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
 
 
-class SingleProcessExecutor(UniProcExecutor):  # type: ignore[misc]
+class _Executor(Executor):  # type: ignore[misc]
+    """What both have."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+    def initialize_from_config(self, kv_cache_configs: Any) -> None:
+        super().initialize_from_config(kv_cache_configs)
+        # Here there is a cache of known size, and no graph has been captured.
+        self.collective_rpc("treadle_report_experts")
+
+
+class SingleProcessExecutor(_Executor, UniProcExecutor):  # type: ignore[misc]
     """Runs the worker in the engine core's process."""
 
-    def _init_executor(self) -> None:
-        die_with_parent()
-        super()._init_executor()
 
-
-class MultiProcessExecutor(MultiprocExecutor):  # type: ignore[misc]
+class MultiProcessExecutor(_Executor, MultiprocExecutor):  # type: ignore[misc]
     """Runs each worker in a process, which `WorkerExtension.treadle_install` also ends."""
-
-    def _init_executor(self) -> None:
-        die_with_parent()
-        super()._init_executor()

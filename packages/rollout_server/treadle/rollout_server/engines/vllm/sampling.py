@@ -16,6 +16,9 @@ from treadle.rollout_server.engines.constraints import structural_tag
 EXTRA_ARGS_KEY = "treadle"
 """Our key in ``SamplingParams.extra_args``."""
 
+EXPERTS_KEY = "treadle_experts"
+"""Another one, which requests have that ask for experts."""
+
 _FORMS = {
     ConstraintForm.JSON_SCHEMA: "json",
     ConstraintForm.REGEX: "regex",
@@ -35,12 +38,19 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
     settings = {name: getattr(sampling, name) for name in _SAMPLING_KEYS}
     if sampling.seed is None:
         settings["seed"] = secrets.randbits(64)
+    extra_args: dict[str, object] = {EXTRA_ARGS_KEY: settings}
+    experts_from = request.routed_experts_from
+    if experts_from is not None:
+        extra_args[EXPERTS_KEY] = True
     return {
         "max_tokens": sampling.max_tokens,
         "repetition_penalty": sampling.repetition_penalty,
         "stop_token_ids": sorted(_stop_ids(sampling, eos_token_ids)),
         "ignore_eos": True,  # The stop ids include them.
-        "extra_args": {EXTRA_ARGS_KEY: settings},
+        "extra_args": extra_args,
+        "routed_experts_prompt_start": (
+            len(request.prompt) if experts_from is None else experts_from
+        ),
         "logprobs": 0 if request.logprobs else None,  # Of the sampled id only.
         "prompt_logprobs": None if request.prompt_logprobs_from is None else 0,  # Likewise.
         "flat_logprobs": True,

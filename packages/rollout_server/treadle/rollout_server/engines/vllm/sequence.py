@@ -87,6 +87,8 @@ class VersionedState(Protocol):
 
     weight_version_starts: list[tuple[str, int]]
     """Pairs of a weight version and the index of the first token that it sampled, in order."""
+    routed_experts_chunks: list[Any]
+    """Arrays of experts, [rows, layers, experts], of consecutive rows that are not yet taken."""
 
 
 class Sequence:
@@ -209,7 +211,15 @@ class Sequence:
         for (label, start), stop in zip(labels, stops, strict=True):
             part = slice(max(start - first, 0), max(stop - first, 0))
             if part.start < part.stop:
-                self._emit(Tokens(tuple(token_ids[part]), shown[part], int(label)))
+                routed = self._take_experts() if part.stop == len(token_ids) else b""
+                self._emit(Tokens(tuple(token_ids[part]), shown[part], int(label), routed))
+
+    def _take_experts(self) -> bytes:
+        assert self._state is not None
+        chunks = self._state.routed_experts_chunks
+        routed = b"".join(chunk.tobytes() for chunk in chunks)
+        chunks.clear()
+        return routed
 
     def _end(self, reason: FinishReason) -> None:
         self._start(0)

@@ -4,6 +4,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +51,7 @@ class State:
 
     def __init__(self, *starts: tuple[str, int]) -> None:
         self.weight_version_starts = list(starts) or [("0", 0)]
+        self.routed_experts_chunks: list[Any] = []
 
 
 def submitted(stats: SequenceStats, *starts: tuple[str, int]) -> Sequence:
@@ -117,6 +119,18 @@ async def test_a_late_reader_gets_each_token_with_its_own_version() -> None:
         ((4, 5), 7),
         ((6,), 7),
     ]
+
+
+@pytest.mark.asyncio
+async def test_experts_of_all_new_rows_come_with_the_last_tokens() -> None:
+    sequence, state = Sequence(REQUEST, SequenceStats()), State(("4", 0), ("5", 1))
+    sequence.submitted(state)
+    state.routed_experts_chunks += [np.array([[[1, 2]]], np.uint8), np.array([[[3, 4]]], np.uint8)]
+    sequence.put(output(5, 6))
+    state.routed_experts_chunks.append(np.array([[[5, 6]]], np.uint8))
+    sequence.put(output(7, reason="length"))
+    tokens = [event for event in await events_of(sequence) if isinstance(event, Tokens)]
+    assert [event.routed_experts for event in tokens] == [b"", b"\1\2\3\4", b"\5\6"]
 
 
 @pytest.mark.asyncio

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -16,7 +17,12 @@ from typing import Any
 
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engines.common import shm_cleaner
-from treadle.rollout_server.engines.common.arguments import merge_arguments, reject_unsupported
+from treadle.rollout_server.engines.common.arguments import (
+    EXPERTS_ARGUMENT,
+    ManagedArgument,
+    merge_arguments,
+    reject_unsupported,
+)
 from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
 from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
 
@@ -103,6 +109,7 @@ async def start(
     library: Library,
     *,
     context_length: int,
+    routed_experts: bool,
     sockets: Path,
     vision: object = None,
 ) -> Any:
@@ -114,6 +121,7 @@ async def start(
         config: The configuration.
         library: Result of `load_library`.
         context_length: Maximum number of tokens of prompt plus completion.
+        routed_experts: Whether outputs carry the experts that the model chose.
         sockets: Directory for vLLM's sockets, which vLLM does not remove.
         vision: The `VisionSetup` of a model that takes images.
 
@@ -123,7 +131,14 @@ async def start(
     Raises:
         ValueError: vLLM fails to start with this configuration.
     """
-    arguments = _arguments(config, library, context_length, vision)
+    managed = managed_arguments(
+        config,
+        context_length=context_length,
+        on_cpu=library.on_cpu,
+        routed_experts=routed_experts,
+        vision=vision,
+    )
+    arguments = _arguments(config, managed)
     shm_cleaner.start()
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(sockets))
 
@@ -180,9 +195,7 @@ def _load_cuda_kernels() -> None:
         ) from error
 
 
-def _arguments(
-    config: ServerConfig, library: Library, context_length: int, vision: object
-) -> dict[str, Any]:
+def _arguments(config: ServerConfig, managed: Mapping[str, ManagedArgument]) -> dict[str, Any]:
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     from treadle.rollout_server.engines.vllm.executor import (
@@ -191,13 +204,12 @@ def _arguments(
     )
 
     arguments = merge_arguments(
-        managed_arguments(
-            config, context_length=context_length, on_cpu=library.on_cpu, vision=vision
-        ),
+        managed,
         config.engine_args,
         known=[field.name for field in dataclasses.fields(AsyncEngineArgs)],
         argument_class="vLLM's AsyncEngineArgs",
     )
+    arguments.pop(EXPERTS_ARGUMENT, None)  # vLLM refuses it; see `routed_experts.py`.
     pipeline = arguments.get("pipeline_parallel_size", 1)
     single = config.model.tensor_model_parallel_size * pipeline == 1
     # engine_args may choose another one, such as "ray" for several hosts.

@@ -26,6 +26,7 @@ from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import decode_group
 from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
 from treadle.rollout_server.engines.common.staging import MappedFiles
+from treadle.rollout_server.engines.vllm.arguments import SCHEDULER
 from treadle.rollout_server.errors import CollectiveBroken
 
 if TYPE_CHECKING:
@@ -55,6 +56,13 @@ class WorkerExtension:
         if self.parallel_config.world_size > 1:  # Otherwise this is the engine core's process.
             die_with_parent()
         self.model_runner.sampler = SeededSampler(self.model_runner)
+
+    def treadle_report_experts(self) -> None:
+        """Makes the outputs of the steps carry the experts that the model chose, if it has any."""
+        if self.vllm_config.scheduler_config.scheduler_cls == SCHEDULER:
+            from treadle.rollout_server.engines.vllm.routed_experts import report_experts
+
+            report_experts(self.model_runner)
 
     def treadle_load(self, entries: "Sequence[Entry]") -> None:
         """Replaces all weights by tensors in files."""

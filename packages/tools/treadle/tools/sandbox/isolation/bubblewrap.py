@@ -37,6 +37,7 @@ _ABOUT_THE_HOST: Final = tuple(
     for name in (
         *("cmdline", "config.gz", "kallsyms", "kcore", "key-users", "keys", "kmsg"),
         *("latency_stats", "modules", "sched_debug", "timer_list"),
+        *("pressure/cpu", "pressure/io", "pressure/memory", "sys/kernel/ns_last_pid"),
     )
 )
 """Files of `/proc` that no program needs; empty in the sandbox."""
@@ -166,6 +167,8 @@ class Launcher:
         for path in filter(os.path.exists, _ABOUT_THE_HOST):
             command += ["--ro-bind", "/dev/null", path]
         command += _writable("/tmp", self._limits.disk_mib)
+        # SandboxFusion's place for files, on the same disk.
+        command += ["--perms", "0777", "--dir", "/tmp/mnt", "--symlink", "/tmp/mnt", "/mnt"]
         command += _writable("/dev/shm", self._limits.shared_memory_mib)
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
         for name, value in self._environment():

@@ -5,18 +5,16 @@ that key, or 512 where nobody sets it. Such a key has its default where it agree
 """
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from treadle.trainer.config.scalars import parse_value
+from treadle.trainer.config.interpolation import InterpolationError, resolve
 
 __all__ = ["above", "has_default", "verl_defaults", "verl_keys"]
 
 _RECORD = Path(__file__).parent / "defaults.json"
-_REFERENCE = re.compile(r"\$\{(?:oc\.select:)?(?P<key>\.?[\w.]+)(?:,\s*(?P<otherwise>.*))?\}")
 
 
 @cache
@@ -54,17 +52,14 @@ def has_default(key: str, value: Any, values: Mapping[str, Any]) -> bool:
 
 def _resolved(key: str, default: Any, values: Mapping[str, Any]) -> Any:
     """Returns the value that a default refers to, or the default itself."""
-    match = _REFERENCE.fullmatch(default) if isinstance(default, str) else None
-    if match is None:
+    try:
+        return resolve(
+            default,
+            key,
+            lambda other: values[other] if other in values else verl_defaults()[other][0],
+        )
+    except InterpolationError:
         return default
-    other = match["key"]
-    if other.startswith("."):
-        other = f"{key.rpartition('.')[0]}{other}"
-    if other in values:
-        return values[other]
-    if other in verl_defaults():
-        return _resolved(other, verl_defaults()[other][0], values)
-    return _resolved(key, parse_value(match["otherwise"] or "null"), values)
 
 
 def _same(value: Any, default: Any) -> bool:

@@ -82,6 +82,7 @@ def test_all_refusals_are_one_list() -> None:
         (["actor_rollout_ref.rollout.n=5", "actor_rollout_ref.actor.rollout_n=1"], False),
         (["actor_rollout_ref.actor.rollout_n=1"], True),
         (["actor_rollout_ref.actor.rollout_n=${oc.select:actor_rollout_ref.rollout.n,1}"], True),
+        (["actor_rollout_ref.actor.rollout_n=${actor_rollout_ref.rollout.n}"], True),
         (["data.trust_remote_code=false"], True),
         (["data.trust_remote_code=0"], False),
         (["actor_rollout_ref.model.override_config={}"], True),

@@ -8,12 +8,15 @@ can ask: the directory is theirs, and a file of another user is refused.
 
 import json
 import os
+import re
+import shutil
+import stat
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 __all__ = [
     "Answer",
@@ -30,6 +33,10 @@ __all__ = [
 _DIRECTORY = "servers"
 _LIST = "list.json"
 _POLL_S = 0.2
+_MAX_BYTES = 1 << 16  # of a request, which has about 100
+_NAME = re.compile(r"[!-~]{1,255}")
+
+Action = Literal["add", "drain"]
 
 
 class ControlError(RuntimeError):
@@ -46,7 +53,7 @@ class Request:
         now: To drain: its sessions move.
     """
 
-    action: Literal["add", "drain"]
+    action: Action
     which: str
     now: bool = False
 
@@ -159,23 +166,48 @@ def take_requests(directory: Path) -> list[tuple[str, Request | Answer]]:
     taken: list[tuple[str, Request | Answer]] = []
     for path in sorted(directory.glob("*.request")):
         try:
-            owner, text = path.stat().st_uid, path.read_text(encoding="utf-8")
+            status = path.lstat()
+            text = _read(path, status)
         except FileNotFoundError:  # it was withdrawn
             continue
         if not _remove(path):
             continue
-        if owner not in (os.geteuid(), 0):
-            refusal = f"user {owner} asked, and the run belongs to user {os.geteuid()}"
-            taken.append((path.stem, Answer(state="refused", text=refusal)))
-            continue
-        try:
-            request = Request(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            text = f"the request cannot be read ({error}): use the run's release of treadle"
-            taken.append((path.stem, Answer(state="refused", text=text)))
-            continue
+        request: Request | Answer
+        if status.st_uid not in (os.geteuid(), 0):
+            refusal = f"user {status.st_uid} asked, and the run belongs to user {os.geteuid()}"
+            request = Answer(state="refused", text=refusal)
+        else:
+            request = _parsed(text)
         taken.append((path.stem, request))
     return taken
+
+
+def _read(path: Path, status: os.stat_result) -> bytes:
+    """Returns a request's file; nothing of what is no file, such as a pipe that would block."""
+    if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_BYTES:
+        return b""
+    try:
+        return path.read_bytes()
+    except PermissionError:
+        return b""
+
+
+def _parsed(text: bytes) -> Request | Answer:
+    """Returns the request that bytes spell, or its refusal."""
+    try:
+        request = Request(**json.loads(text))
+        if (
+            request.action not in get_args(Action)
+            or not isinstance(request.which, str)
+            or _NAME.fullmatch(request.which) is None
+            or not isinstance(request.now, bool)
+        ):
+            raise ValueError("action, which or now has another form")
+    except (ValueError, TypeError, RecursionError) as error:
+        cause = str(error)[:200]
+        said = f"the request cannot be read ({cause}): use the run's release of treadle"
+        return Answer(state="refused", text=said)
+    return request
 
 
 def write_answer(directory: Path, name: str, answer: Answer) -> None:
@@ -196,7 +228,10 @@ def _write(path: Path, value: Mapping[str, Any]) -> None:
 
 def _remove(path: Path) -> bool:
     try:
-        path.unlink()
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
     except FileNotFoundError:
         return False
     return True

@@ -1,10 +1,15 @@
 """Requests and answers in files, between a thread that asks and one that is the driver."""
 
+import json
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from treadle.trainer.cli.servers import main
 from treadle.trainer.rollout.control.control_files import (
@@ -20,6 +25,25 @@ from treadle.trainer.rollout.control.control_files import (
 )
 
 _ADD = Request(action="add", which="a:1")
+
+
+DAMAGED = (
+    *(b"\xff\xfe{}", b"[" * 200_000, b"[]", b"null", b"", b"1" * 100_000),
+    b'{"action":"add","which":"a:1","now":' + b"9" * 5000 + b"}",
+    b'{"action":"add","which":5}',
+    b'{"action":"explode","which":"a:1"}',
+    b'{"action":["add"],"which":"a:1"}',
+    b'{"action":"drain","which":{"a":1}}',
+    b'{"action":"drain","which":"a:1","now":1}',
+    b'{"action":"add","which":"\\ud800:1"}',
+    b'{"action":"add","which":"a:1\\n"}',
+    b'{"action":"add","colour":"red"}',
+    b'{"action":"add","which":"' + b"a" * 5000 + b'"}',
+)
+
+
+def write_request(path: Path, request: Request) -> None:
+    path.write_text(json.dumps(asdict(request)))
 
 
 def _take(directory: Path) -> tuple[str, Request | Answer]:
@@ -63,11 +87,29 @@ def test_a_request_that_nobody_takes_is_withdrawn(tmp_path: Path) -> None:
 def test_a_request_that_is_not_one_is_refused_and_changes_nothing(tmp_path: Path) -> None:
     directory = make_directory(tmp_path)
     assert directory.stat().st_mode & 0o777 == 0o700
-    (directory / "x.request").write_text('{"action": "add", "colour": "red"}')
-    ((name, answer),) = take_requests(directory)
-    assert name == "x"
-    assert isinstance(answer, Answer)
-    assert answer.state == "refused"
+    for number, content in enumerate(DAMAGED):
+        (directory / f"{number:03}.request").write_bytes(content)
+    (directory / "directory.request" / "in").mkdir(parents=True)
+    (directory / "link.request").symlink_to("/dev/zero")
+    os.mkfifo(directory / "pipe.request")
+    write_request(directory / "z.request", _ADD)
+    *taken, (name, request) = take_requests(directory)
+    assert len(taken) == len(DAMAGED) + 3
+    for _, answer in taken:
+        assert isinstance(answer, Answer)
+        assert answer.state == "refused"
+        assert len(answer.text) < 400
+    assert (name, request) == ("z", _ADD)
+    assert not list(directory.iterdir())
+
+
+@given(content=st.binary(max_size=64) | st.from_regex(rb'\{"action":"add","which":.{,20}\}'))
+def test_any_bytes_are_a_request_or_a_refusal(
+    tmp_path_factory: pytest.TempPathFactory, content: bytes
+) -> None:
+    directory = make_directory(tmp_path_factory.mktemp("run"))
+    (directory / "x.request").write_bytes(content)
+    assert [name for name, _ in take_requests(directory)] == ["x"]
 
 
 @pytest.mark.parametrize(

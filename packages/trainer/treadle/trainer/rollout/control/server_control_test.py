@@ -50,6 +50,7 @@ async def test_a_disk_that_fails_is_said_once_and_requests_are_taken_when_it_is_
         assert "treadle servers cannot be answered now" in caplog.text
         assert len(caplog.records) == 1
         directory = make_directory(tmp_path)
+        (directory / "a.request").mkdir()  # no request, and the task survives it
         request = Request(action="drain", which="rollout-0")
         (directory / "new").write_text(json.dumps(asdict(request)))
         (directory / "new").rename(directory / "name.request")

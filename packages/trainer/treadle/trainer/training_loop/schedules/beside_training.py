@@ -32,9 +32,14 @@ from treadle.trainer.tracing.run_tracing import expect_traces
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups, has_signal, note_failures
 from treadle.trainer.training_loop.groups import Group, is_trainable
+from treadle.trainer.training_loop.interruption import finished_first
 from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule, Waiting
 from treadle.trainer.training_loop.schedules.group_store import GroupStore, versions
-from treadle.trainer.training_loop.schedules.step import train_step, validate_before_training
+from treadle.trainer.training_loop.schedules.step import (
+    save_interrupted,
+    train_step,
+    validate_before_training,
+)
 
 __all__ = ["run_beside_training"]
 
@@ -54,9 +59,15 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
     async with _begin(context, rule) as groups:
         for step in range(first_step, context.total_steps + 1):
             timer = Timer()
-            with timer.phase("rollout"):
-                found = await groups.take(step)
-            await train_step(context, step, found, timer, groups)
+            try:
+                with timer.phase("rollout"):
+                    found = await groups.take(step)
+                work = train_step(context, step, found, timer, groups)
+                await finished_first(work, say=context.progress.note)
+            except asyncio.CancelledError:
+                if not groups.queue.training:
+                    await save_interrupted(context, groups)
+                raise
 
 
 @contextlib.asynccontextmanager

@@ -21,7 +21,13 @@ from treadle.trainer.training_loop.groups import NoGroupLeftError, StepBatch, su
 from treadle.trainer.training_loop.update_metrics import critic_metrics, update_metrics
 from treadle.trainer.training_loop.validation import validate
 
-__all__ = ["GroupsBesideTraining", "saves", "train_step", "validate_before_training"]
+__all__ = [
+    "GroupsBesideTraining",
+    "save_interrupted",
+    "saves",
+    "train_step",
+    "validate_before_training",
+]
 
 
 class GroupsBesideTraining(Protocol):
@@ -79,6 +85,7 @@ async def train_step(
         Exception: See `run_sync`.
     """
     config = context.config
+    context.unsaved = None
 
     # From here to the weight sync, servers that share devices with the policy lend it their memory.
     if config.rollout.release_memory:
@@ -123,7 +130,8 @@ async def train_step(
     await context.keep_training(tokens)
 
     # The model is written before the servers that share devices with it take their memory back.
-    last, saved = step == context.total_steps, saves(context, step)
+    last = step == context.total_steps
+    saved = saves(context, step) or config.schedule.is_time_to_save(context.saved_at)
     if saved:
         schedule = config.schedule
         with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
@@ -162,11 +170,39 @@ async def train_step(
         if beside is not None:
             beside.checkpointed(step)
     metrics |= await context.time_shares(timer.seconds)
+    if not saved:
+        context.unsaved = step, {**metrics, **timer.metrics()}
     await context.step_done(step, {**metrics, **timer.metrics()})
 
 
+async def save_interrupted(
+    context: TrainingContext, beside: GroupsBesideTraining | None = None
+) -> None:
+    """Saves the last step of a run that is interrupted while its policy is at rest.
+
+    Raises:
+        PolicyError: A policy rank failed.
+        RunDirectoryError: The checkpoint cannot be written.
+    """
+    schedule = context.config.schedule
+    if context.unsaved is None or not schedule.keeps_checkpoints:
+        return
+    step, metrics = context.unsaved
+    context.progress.note(f"interrupted: saving step {step}; interrupt again to end now")
+    if context.config.rollout.release_memory:  # the servers have the memory of the policy
+        await context.release_memory()
+    await context.save_model(step, with_hf=schedule.save_hf == "every")
+    groups = None if beside is None else await beside.kept_in_checkpoint()
+    await context.complete_checkpoint(step, metrics, groups)
+    if beside is not None:
+        beside.checkpointed(step)
+
+
 def saves(context: TrainingContext, step: int) -> bool:
-    """Returns whether a step ends with a checkpoint."""
+    """Returns whether a step ends with a checkpoint, whatever the time is.
+
+    A step that does keeps no groups for the next one, and a run must not depend on the clock.
+    """
     schedule = context.config.schedule
     at_end = step == context.total_steps and schedule.save_last
     return at_end or _due(schedule.save_every, step)

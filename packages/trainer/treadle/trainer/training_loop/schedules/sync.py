@@ -7,9 +7,13 @@ that is killed at any point resumes from the latest checkpoint, and repeats what
 the same rows and the same seeds.
 """
 
+import asyncio
+
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import gather
+from treadle.trainer.training_loop.interruption import finished_first
 from treadle.trainer.training_loop.schedules.step import (
+    save_interrupted,
     saves,
     train_step,
     validate_before_training,
@@ -37,6 +41,10 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     for step in range(first_step, context.total_steps + 1):
         timer = Timer()
         # Rollout and reward: each trajectory is scored as soon as it ends.
-        with timer.phase("rollout"):
-            found = await gather(context, step, keep_surplus=not saves(context, step))
-        await train_step(context, step, found, timer)
+        try:
+            with timer.phase("rollout"):
+                found = await gather(context, step, keep_surplus=not saves(context, step))
+            await finished_first(train_step(context, step, found, timer), say=context.progress.note)
+        except asyncio.CancelledError:
+            await save_interrupted(context)
+            raise

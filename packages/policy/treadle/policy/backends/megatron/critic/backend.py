@@ -22,30 +22,30 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.algorithms.value_loss import value_loss
-from treadle.policy.backend import CheckpointError
+from treadle.policy.backend import step_stats
 from treadle.policy.backends.hf_weights import WeightsReader
 from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
 from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
 from treadle.policy.backends.megatron.offload import offload_of
-from treadle.policy.backends.megatron.optimizer import PolicyOptimizer, learning_rate
+from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, Packer
+from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.batch import input_length, token_weights
-from treadle.policy.client.types import LossAggregation, StepStats
+from treadle.policy.client.types import LossAggregation, LossStats, StepStats
 from treadle.policy.config.policy import LoraConfig
-from treadle.policy.rank.rank_time import spent_on
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.client.types import OffloadReport, TrainSequence
+    from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
 
 _METRICS: Final = ("critic/vf_clipfrac", "critic/vpred_mean")
 
 
-class MegatronCritic:
+class MegatronCritic(TrainedModel):
     """The critic on one rank, beside the policy."""
 
     def __init__(
@@ -62,7 +62,8 @@ class MegatronCritic:
         Raises:
             FileNotFoundError: The folder is not a model folder.
         """
-        self._policy, self._config = policy, config
+        self._policy, self._config, self._settings = policy, config, config.optimizer
+        self.world = policy.world
         # All of its weights are trained, also where the policy trains adapters.
         settings = like.model_copy(update={"optimizer": config.optimizer, "lora": LoraConfig()})
         # The value head takes the place of the output layer, whether or not that was tied.
@@ -77,21 +78,7 @@ class MegatronCritic:
         self._net = pipeline.wrap(model, distributed_optimizer=policy.world.copies > 1)
         self._optimizer = PolicyOptimizer(self._net, settings)
         self._offload = offload_of(like.offload, self._net, self._optimizer)
-        self._step = 0
         self.release_memory()
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
-        return self._step
-
-    def release_memory(self) -> None:
-        """Takes off the device what `policy.offload` says, until a method needs it."""
-        self._offload.release_all()
-
-    def take_offload_report(self) -> OffloadReport:
-        """Returns what `policy.offload` has moved since the last report."""
-        return self._offload.take_report()
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
@@ -106,7 +93,7 @@ class MegatronCritic:
 
         def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
             values_T = self._values(micro, hidden)
-            if self._policy.world.speaks:
+            if self.world.speaks:
                 values_M[micro.slots_T] = values_T
             return values_T.sum()
 
@@ -145,44 +132,33 @@ class MegatronCritic:
                 clip=self._config.clip_value,
             )
             weighted_T = loss_T * micro.weights_T
-            if self._policy.world.speaks:
+            if self.world.speaks:
                 rows = torch.tensor(micro.num_rows, device=sums.device)
                 parts = (rows, weighted_T.detach(), clipped_T, values_T.detach())
                 sums.add_(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
             return weighted_T.sum()
 
-        self._offload.restore("parameters", "gradients")
-        self._net.zero_grad_buffer()
-        self._optimizer.zero_grad()
-        pipeline.run(self._net, micro_batches, weighted, forward_only=False)
-        lr = learning_rate(self._config.optimizer, self._step)
-        self._offload.restore("optimizer")
-        with spent_on("optimizer"):
-            applied = self._optimizer.apply(lr)
-        self._offload.release("optimizer")
-        self._step += 1
+        self.accumulate(micro_batches, weighted)
+        applied = self.optimizer_step()
         count = torch.tensor(len(micro_batches), device=sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
         dist.all_reduce(sums)
         rows, loss, *totals = sums.tolist()
-        return StepStats(
-            step=self._step,
+        stats = LossStats(
             loss=loss,
-            grad_norm=applied.grad_norm,
-            skipped=applied.skipped,
-            learning_rate=lr,
             num_sequences=len(sequences),
             num_computed=len(computed),
             num_tokens=sum(input_length(sequences[i]) for i in computed),
             num_rows=int(rows),
             num_loss_tokens=packer.num_loss_tokens,
             num_micro_batches=int(count),
-            time_s=time.perf_counter() - began,
+            time_s=0.0,
             metrics={
                 name: total / packer.num_loss_tokens
                 for name, total in zip(_METRICS, totals, strict=True)
             },
         )
+        return step_stats(stats, applied, time_s=time.perf_counter() - began)
 
     def _packer(self, sequences: Sequence[TrainSequence], of_tokens: Sequence[float]) -> Packer:
         return Packer(
@@ -190,7 +166,7 @@ class MegatronCritic:
             of_tokens,
             at=device.device(),
             row_multiple=self._policy.row_multiple,
-            context=self._policy.world.context_group,
+            context=self.world.context_group,
             images=self._policy.images,
         )
 
@@ -198,30 +174,6 @@ class MegatronCritic:
         values_K = self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))
         (values_T,) = micro.of_all_tokens(values_K)
         return values_T
-
-    def weights_are_finite(self) -> bool:
-        """Returns whether no weight is infinite or NaN; the same on every rank."""
-        self._offload.restore("parameters")
-        return weights.are_finite(self._model)
-
-    def save(self, directory: Path) -> None:
-        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
-
-        Raises:
-            CheckpointError: It could not be written; whatever was there before is untouched.
-        """
-        checkpoint.save(self._state(), directory, step=self._step, world=self._policy.world)
-
-    def load(self, directory: Path) -> None:
-        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
-
-        Raises:
-            CheckpointError: There is no complete checkpoint, or it is of another model, or its
-                weights are not finite.
-        """
-        self._step = checkpoint.load(self._state(), directory)
-        if not self.weights_are_finite():
-            raise CheckpointError(f"the weights in {directory} are not finite")
 
     def _state(self) -> checkpoint.PolicyState:
         self._offload.restore("parameters", "optimizer")

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from treadle.agent_loop import FloatArray
-from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backend import CheckpointError
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.client.types import StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.critic import CriticConfig, CriticOptimizerConfig
 from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.policy.rank.train_batch import run_critic_update
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 LINEAR = CriticOptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
@@ -171,7 +169,7 @@ def taught(
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     results = []
     for number, layouts in enumerate(LAYOUTS):
@@ -210,45 +208,3 @@ def test_layouts_do_not_change_the_critic_and_read_each_others_checkpoints(
     for layout in (layout for layouts in LAYOUTS for layout in layouts):
         (step,) = taught(folder, {}, load=tmp_path / name_of(layout))["steps"]
         assert step[:2] == pytest.approx(alone["steps"][1][:2], rel=1e-5), layout
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_critic_goes_on_bit_for_bit(
-    folder: Path, tmp_path: Path, opened: list[Any], dtype: Any
-) -> None:
-    usual = CriticConfig(optimizer=CriticOptimizerConfig(lr=1e-3, eps=1e-3))
-    policy, first = open_both(folder, usual, dtype=dtype)
-    learn(first, 2)
-    first.save(tmp_path / "critic")
-    policy.save(tmp_path / "policy")
-    want = [(s.step, s.loss, s.grad_norm) for s in learn(first, 2)]
-    policy.close()
-    policy, second = open_both(folder, usual, dtype=dtype)
-    opened.append(policy)
-    second.load(tmp_path / "critic")
-    assert second.step == 2
-    assert [(s.step, s.loss, s.grad_norm) for s in learn(second, 2)] == want
-    with pytest.raises(CheckpointError):
-        second.load(tmp_path / "policy")
-
-
-def test_policy_and_critic_do_not_touch_each_other(folder: Path, opened: list[Any]) -> None:
-    policy, critic = open_both(folder)
-    opened.append(policy)
-    batch = sequences(LENGTHS)
-    learn(critic, 1)
-    values, logprobs = critic.values(batch), policy.logprobs(batch)
-    policy.train_step(batch, policy_loss(AlgorithmConfig()))
-    assert critic.values(batch) == values
-    assert policy.logprobs(batch) != logprobs
-    logprobs = policy.logprobs(batch)
-    learn(critic, 1)
-    assert policy.logprobs(batch) == logprobs
-    assert critic.values(batch) != values
-
-
-def test_a_batch_without_targets_is_refused(folder: Path, opened: list[Any]) -> None:
-    policy, critic = open_both(folder)
-    opened.append(policy)
-    with pytest.raises(ValueError, match="5 of 5 sequences have no values"):
-        critic.train_step(sequences(LENGTHS))

@@ -2,8 +2,8 @@
 
 - `shape`: what a Hugging Face config says of them, and what cannot be built.
 - `layer`: a decoder layer with experts, in Megatron's terms.
-- `router`: which experts a token goes to, the loss that balances them, and replayed choices.
-- `routing`: what the routers are told of a micro-batch's rows.
+- `router`: which experts a token goes to, and the loss that balances them.
+- `routing`: what the routers are told of a micro-batch's rows, with choices to replay.
 - `plan`: what micro-batches need where ranks share experts.
 - `load`: how evenly tokens went to experts, as metrics.
 """

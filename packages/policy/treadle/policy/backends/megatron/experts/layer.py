@@ -44,7 +44,12 @@ class ExpertLayer(TransformerLayer):  # type: ignore[misc]  # megatron is untype
         )
 
     def _forward_mlp(
-        self, hidden_states: Tensor, inference_context: None = None, *, padding_mask: Routing
+        self,
+        hidden_states: Tensor,
+        inference_context: None = None,
+        *,
+        padding_mask: Routing,
+        **_: Any,
     ) -> Tensor:
         def experts(normed: Tensor) -> Any:
             self.mlp.router.told = padding_mask
@@ -62,13 +67,22 @@ class ExpertLayer(TransformerLayer):  # type: ignore[misc]  # megatron is untype
         return out
 
 
+def mlp_submodules(layer: Any) -> Any:
+    """Returns the parts of a layer spec's feed-forward part, to be changed.
+
+    Megatron-core 0.16.1 describes that part by a `ModuleSpec`, 0.19.2 by a `functools.partial`.
+    """
+    mlp = layer.submodules.mlp
+    return mlp.keywords["submodules"] if isinstance(mlp, partial) else mlp.submodules
+
+
 def layer_spec(shape: ExpertShape, *, qk_norm: bool) -> Any:
     """Returns Megatron's local layer spec with experts."""
     spec = get_gpt_layer_local_spec(
         num_experts=shape.number, qk_layernorm=qk_norm, normalization="RMSNorm"
     )
     spec.module = ExpertLayer
-    spec.submodules.mlp.submodules.router = partial(ExpertRouter, normalised=shape.normalised)
+    mlp_submodules(spec).router = partial(ExpertRouter, normalised=shape.normalised)
     return spec
 
 

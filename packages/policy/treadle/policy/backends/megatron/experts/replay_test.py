@@ -13,11 +13,11 @@ from treadle.agent_loop import RoutedExperts
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.experts.replay import replayed_indices
-from treadle.policy.backends.megatron.testing.tiny import forked_sequences, sequences, write_model
+from treadle.policy.backends.megatron.experts.routing import replayed_indices
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import MoeConfig, PolicyConfig
+from treadle.policy.testing.tiny import forked_sequences, sequences, write_model
 
 LAYERS = (0, 2)
 EXPERTS, TOP_K = 8, 2

@@ -61,15 +61,15 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
             have chosen.
     """
 
-    def __init__(self, config: Any, pg_collection: Any = None, *, normalised: bool) -> None:
+    def __init__(self, config: Any, *, normalised: bool, **given: Any) -> None:
         """Called by Megatron; `normalised` is from the layer spec.
 
         Args:
             config: Megatron's settings.
-            pg_collection: Process groups.
             normalised: Whether the weights of a token's experts add up to 1.
+            **given: What this version of Megatron gives its own router besides.
         """
-        super().__init__(config=config, pg_collection=pg_collection)
+        super().__init__(config=config, **given)
         self.told = Routing()
         self._normalised = normalised
         self.load_2E = torch.zeros(2, self.num_experts, dtype=torch.float64, device=device.device())

@@ -12,14 +12,15 @@ from torch import Tensor
 
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.losses import ClippedSurrogate
-from treadle.policy.backends.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.experts.routing import Routing
 from treadle.policy.backends.megatron.packing import MicroBatch, Packer
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import LoraConfig, MoeConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.testing.tiny import sequences, write_model
 
 LENGTHS = (18, 41, 9)
 COEF = 0.05

@@ -13,8 +13,6 @@ from treadle.agent_loop import RoutedExperts
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.hf_weights import WeightsReader
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import forked_sequences, sequences, write_model
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import (
@@ -24,6 +22,8 @@ from treadle.policy.config.policy import (
     ParallelConfig,
     PolicyConfig,
 )
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import forked_sequences, sequences, write_model
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 CONFIG = PolicyConfig(
@@ -176,7 +176,7 @@ SINGLE = {
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     models, saved = task.argument
     results = []

@@ -11,12 +11,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backend import CheckpointError
+from treadle.policy.backend import CheckpointError, Rendezvous
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.lora.adapter import AdapterError
-from treadle.policy.backends.megatron.parallel import Rendezvous
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.tiny import sequences, write_model
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import (
     TARGETS,
@@ -25,6 +22,8 @@ from treadle.policy.config.policy import (
     ParallelConfig,
     PolicyConfig,
 )
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.tiny import sequences, write_model
 
 LOSS = policy_loss(AlgorithmConfig())
 # With eps = 1 parameters compare as gradients do: see parallel_test.
@@ -127,13 +126,15 @@ def test_a_step_from_an_adapter_is_that_of_torch(
     norm = torch.cat([t.grad.flatten() for t in adapter.values() if t.grad is not None]).norm()
 
     settings = config(lora=lora(path=place, targets=targets), recompute="full")
-    policy = MegatronPolicy(settings, models / name)
+    policy = MegatronPolicy(settings, models / name, keep_reference=True)
     opened.append(policy)
-    for s, got, want in zip(batch, policy.logprobs(batch), started, strict=True):
+    began = policy.logprobs(batch)
+    for s, got, want in zip(batch, began, started, strict=True):
         assert got[1:] == pytest.approx((want * torch.tensor(s.loss_mask[1:])).tolist(), abs=1e-4)
     stats = policy.train_step(batch, LOSS)
     assert stats.loss == pytest.approx(loss.item(), abs=1e-6)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
+    assert policy.reference_logprobs(batch) == began
 
     # Adam's first step is lr g / (|g| + eps), on the clipped gradient; matrices decay.
     policy.save_adapter(tmp_path / "after")

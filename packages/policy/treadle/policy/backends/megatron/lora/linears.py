@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.policy.backends.megatron import device
+from treadle.policy.backends.megatron.experts.layer import mlp_submodules
 
 device.install()
 
@@ -70,9 +71,8 @@ class AdapterSpec:
 
 def adapt_layer(layer: Any, lora: LoraConfig, architecture: Architecture) -> None:
     """Puts adapters into the layer spec of a Megatron GPT, where `lora.targets` wants them."""
-    attention, mlp = (
-        part.submodules for part in (layer.submodules.self_attention, layer.submodules.mlp)
-    )
+    attention = layer.submodules.self_attention.submodules
+    mlp = mlp_submodules(layer)
     heads, adapted = architecture.num_kv_heads, architecture.adapted(lora.targets)
     for place, slot, kind, names, blocks in (
         (attention, "linear_qkv", AdaptedColumns, "q_proj k_proj v_proj qkv_proj", heads),

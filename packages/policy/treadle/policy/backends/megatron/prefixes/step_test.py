@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.testing.tiny import forked_sequences, write_model
 from treadle.policy.client.types import SharePrefixes, StepStats, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+from treadle.policy.testing.tiny import forked_sequences, write_model
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)

@@ -12,14 +12,14 @@ import pytest
 
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.testing.ranks import RankTask, run_ranks
-from treadle.policy.backends.megatron.testing.seeing import (
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
+from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.seeing import (
     SEEING,
     seeing_sequences,
     write_seeing_model,
 )
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 
 # See parallel_test: with eps = 1 parameters compare as gradients do.
 CONFIG = PolicyConfig(
@@ -75,7 +75,7 @@ def train(
 
 
 def run(task: RankTask) -> list[dict[str, Any]]:
-    from treadle.policy.backends.megatron.parallel import Rendezvous
+    from treadle.policy.backend import Rendezvous
 
     results = []
     for number, cases in enumerate(ROUNDS):

@@ -10,14 +10,14 @@ import transformers
 
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.testing.seeing import (
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+from treadle.policy.testing.seeing import (
     SEEING,
     Transformers,
     seeing_sequences,
     write_seeing_model,
 )
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 
 # With eps = 1, Adam's step is about lr * g / (|g| + 1): parameters compare as gradients do.
 CONFIG: Final = PolicyConfig(

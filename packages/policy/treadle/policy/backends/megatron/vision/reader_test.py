@@ -13,9 +13,9 @@ import transformers
 
 from treadle.agent_loop import Image, PlacedImage, SetupError
 from treadle.policy.backends.megatron.architecture import Architecture
-from treadle.policy.backends.megatron.testing.seeing import picture, write_seeing_model
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.shape import VisionShape
+from treadle.policy.testing.seeing import picture, write_seeing_model
 
 
 @pytest.fixture(scope="module")

@@ -13,20 +13,21 @@ from safetensors.torch import load_file
 
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backends.megatron.architecture import Architecture, UnsupportedModelError
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.testing import tiny
-from treadle.policy.backends.megatron.testing.seeing import (
+from treadle.policy.config.algorithm import AlgorithmConfig
+from treadle.policy.config.critic import CriticConfig
+from treadle.policy.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
+from treadle.policy.testing import tiny
+from treadle.policy.testing.seeing import (
     SEEING,
     Transformers,
     seeing_sequences,
     write_seeing_model,
 )
-from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.critic import CriticConfig
-from treadle.policy.config.policy import LoraConfig, OptimizerConfig, PolicyConfig
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.delta import DeltaSender
 

@@ -1,13 +1,14 @@
-"""Makes text that a model or a tool wrote safe to show in a terminal.
+"""Makes text that a model, a tool or a server wrote safe to show in a terminal and in a log.
 
 Invariant: what is returned has no character that moves the cursor, changes colours, talks to the
 terminal, is invisible, or reorders the characters around it; each is shown as its escape.
 """
 
+import logging
 import unicodedata
 from typing import Final
 
-__all__ = ["inert"]
+__all__ = ["InertFormatter", "inert", "log_inertly"]
 
 # Control (C0, C1), format (bidi, zero width), surrogate, private use; line and paragraph separator.
 _HARMFUL: Final = frozenset({"Cc", "Cf", "Cs", "Co", "Zl", "Zp"})
@@ -35,3 +36,25 @@ def _shown(character: str) -> str:
         if code < 0x10000
         else f"\\U{code:08x}"
     )
+
+
+class InertFormatter(logging.Formatter):
+    """Formats log records as inert text, tracebacks included.
+
+    Args:
+        style: As in `logging`; None means time, level, logger and message.
+    """
+
+    def __init__(self, style: str | None = None) -> None:
+        super().__init__(style or "%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Returns the line."""
+        return inert(super().format(record))
+
+
+def log_inertly(level: str) -> None:
+    """Sends the log of this process to standard error, as inert text."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(InertFormatter())
+    logging.basicConfig(level=level, handlers=[handler])

@@ -1,0 +1,264 @@
+"""What a backend says about itself and about a model before any rank starts. Needs no torch.
+
+`registry.describe` returns the description of a backend by name. Preflight asks it, and the policy
+contract suite leaves out what a backend cannot do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+if TYPE_CHECKING:
+    from treadle.policy.config.choices import BackendName, ElementType
+    from treadle.policy.config.policy import (
+        LoraConfig,
+        OffloadConfig,
+        ParallelConfig,
+        PolicyConfig,
+    )
+
+
+class UnsupportedModelError(ValueError):
+    """The model needs something that the backend does not compute."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What a backend can do beyond a policy of one process that trains all weights.
+
+    Attributes:
+        parallel: The sizes of `policy.parallel` that may be above 1.
+        other_reference: Whether the reference may be another model.
+        recompute: Whether it obeys `policy.recompute`.
+        shared_prefixes: Whether it can compute what sequences have in common once.
+    """
+
+    parallel: frozenset[str] = frozenset()
+    dtypes: tuple[ElementType, ...] = ("float32",)
+    lora: bool = False
+    critic: bool = False
+    other_reference: bool = False
+    offload: bool = False
+    routing_replay: bool = False
+    recompute: bool = False
+    shared_prefixes: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """The sizes of a model that a run's plan needs, read from its folder.
+
+    Attributes:
+        tied: Whether the output layer is the embedding.
+    """
+
+    model_type: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_positions: int
+    norm_eps: float
+    tied: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights; a tied output layer counts once."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of the rank that needs most.
+
+    Attributes:
+        gradients: Their sums.
+        reference: The copy of the starting weights, or another model; 0 without one.
+        activations: Of the micro-batches under way, logits included.
+        exchanged: The present weights' copy while the starting weights are in their place.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+    reference: int
+    activations: int
+    exchanged: int
+
+    @property
+    def total(self) -> int:
+        """Bytes at the moment that needs most."""
+        kept = self.weights + self.gradients + self.optimizer + self.reference
+        return kept + max(self.activations, self.exchanged)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """Bytes of a rank, of policy and critic together.
+
+    Attributes:
+        peak: Of the device, at the moment that needs most.
+        between: Of the device, between the phases of the policy.
+        host: Of host memory, between the phases, for what `policy.offload` took off the device.
+    """
+
+    peak: int
+    between: int
+    host: int
+
+
+def rank_memory(
+    offload: OffloadConfig, policy: MemoryEstimate, critic: MemoryEstimate | None = None
+) -> RankMemory:
+    """Returns what a rank needs where, as `policy.offload` moves it."""
+
+    def resting(model: MemoryEstimate) -> int:
+        """Returns the bytes that a model keeps on the device while it computes nothing."""
+        parameters = 0 if offload.parameters else model.weights + model.gradients
+        return parameters + (0 if offload.optimizer else model.optimizer)
+
+    def working(model: MemoryEstimate) -> int:
+        """Returns the bytes of a model in its forward and backward pass, and in its step."""
+        state = 0 if offload.optimizer else model.optimizer
+        exchanged = 0 if offload.reference else model.exchanged
+        moments = (state + max(model.activations, exchanged), model.optimizer)
+        return model.weights + model.gradients + max(moments)
+
+    models = [policy] if critic is None else [policy, critic]
+    between = sum(map(resting, models)) + (0 if offload.reference else policy.reference)
+    # Another model as the reference comes beside the policy's weights, before there are gradients.
+    is_other = offload.reference and not policy.exchanged
+    reference = policy.weights * offload.parameters + policy.reference * is_other
+    host = sum(m.weights * offload.parameters + m.optimizer * offload.optimizer for m in models)
+    return RankMemory(
+        peak=between + max(reference, *(working(model) - resting(model) for model in models)),
+        between=between,
+        host=host + policy.reference * offload.reference,
+    )
+
+
+class BackendDescription(Protocol):
+    """One backend. A model is one that its own `read_model` has returned."""
+
+    name: ClassVar[BackendName]
+    capabilities: ClassVar[Capabilities]
+
+    @property
+    def model_types(self) -> Collection[str]:
+        """The `model_type` of each config.json that it can train, of some settings at least."""
+        ...
+
+    @property
+    def vision_types(self) -> Collection[str]:
+        """Those of them that see images."""
+        ...
+
+    def read_model(self, folder: Path) -> ModelShape:
+        """Reads `config.json` of a Hugging Face model folder.
+
+        Raises:
+            FileNotFoundError: config.json is missing.
+            UnsupportedModelError: The backend does not compute this model.
+        """
+        ...
+
+    def split_problems(self, model: Any, parallel: ParallelConfig) -> Iterator[str]:
+        """Yields each parallel size into which a model cannot be split, and the fix."""
+        ...
+
+    def training_problems(self, model: Any, policy: PolicyConfig) -> Iterator[str]:
+        """Yields each other setting of the policy that does not go with the model, and the fix."""
+        ...
+
+    def reference_problems(self, model: Any, reference: Any) -> Iterator[str]:
+        """Yields why a reference cannot score what the policy has seen."""
+        ...
+
+    def adapters(self, model: Any, lora: LoraConfig) -> tuple[Sequence[str], int]:
+        """Returns the matrices of a layer that have an adapter, and the adapters' parameters.
+
+        Raises:
+            UnsupportedModelError: These matrices cannot have adapters.
+        """
+        ...
+
+    def memory(
+        self,
+        model: Any,
+        policy: PolicyConfig,
+        *,
+        rows: int,
+        reference: bool = False,
+        other_reference: Any = None,
+    ) -> MemoryEstimate:
+        """Returns what a rank needs, that with most.
+
+        Args:
+            model: The parallel sizes divide it.
+            policy: Of the run.
+            rows: Tokens of a micro-batch, over all context ranks.
+            reference: Whether there is a reference.
+            other_reference: The model that is the reference; None: the starting weights are.
+        """
+        ...
+
+    def critic_memory(self, model: Any, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
+        """Returns what the critic needs beside that."""
+        ...
+
+
+def refusals(
+    backend: BackendDescription,
+    policy: PolicyConfig,
+    *,
+    critic: bool = False,
+    other_reference: bool = False,
+) -> Iterator[str]:
+    """Yields each setting that a backend cannot carry out for any model, and the fix.
+
+    Args:
+        backend: `policy.backend`.
+        policy: Of the run.
+        critic: Whether the algorithm needs a critic.
+        other_reference: Whether the reference is another model.
+    """
+    can, offloaded = backend.capabilities, policy.offload.names
+    settings = [
+        (f"policy.parallel.{name}", size, name not in can.parallel and size > 1, "1")
+        for name, size in policy.parallel
+        if name != "sequence"
+    ] + [
+        ("policy.dtype", policy.dtype, policy.dtype not in can.dtypes, " or ".join(can.dtypes)),
+        ("policy.lora.rank", policy.lora.rank, policy.lora.rank > 0 and not can.lora, "0"),
+        ("policy.offload", ",".join(offloaded), bool(offloaded) and not can.offload, "{}"),
+        (
+            "policy.recompute",
+            policy.recompute,
+            policy.recompute != "none" and not can.recompute,
+            "none",
+        ),
+        (
+            "policy.share_prefixes",
+            policy.share_prefixes,
+            policy.share_prefixes == "always" and not can.shared_prefixes,
+            "auto",
+        ),
+        ("algorithm.advantage", "gae", critic and not can.critic, "grpo"),
+        (
+            "algorithm.reference_path",
+            "another model",
+            other_reference and not can.other_reference,
+            "null",
+        ),
+    ]
+    for name, value, is_refused, fix in settings:
+        if is_refused:
+            yield (
+                f"policy.backend={backend.name} has no {name}={value}: set {name}={fix}, or "
+                "policy.backend=megatron"
+            )

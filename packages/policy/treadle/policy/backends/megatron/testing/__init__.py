@@ -1,1 +1,0 @@
-"""What tests of the Megatron policy need: tiny models, sequences, and groups of rank processes."""

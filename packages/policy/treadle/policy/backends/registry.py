@@ -1,0 +1,89 @@
+"""The backends by name. Only a backend that is built is imported, and torch with it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, assert_never
+
+from treadle.policy.backends.description import refusals
+
+if TYPE_CHECKING:
+    from treadle.policy.backend import PolicyBackend, Rendezvous
+    from treadle.policy.backends.description import BackendDescription
+    from treadle.policy.config.choices import BackendName
+    from treadle.policy.config.policy import PolicyConfig
+
+__all__ = ["build", "describe"]
+
+
+def describe(name: BackendName) -> BackendDescription:
+    """Returns what a backend says about models; imports no torch."""
+    match name:
+        case "megatron":
+            from treadle.policy.backends.megatron.description import MegatronDescription
+
+            return MegatronDescription()
+        case "fake":
+            from treadle.policy.backends.fake.description import FakeDescription
+
+            return FakeDescription()
+    assert_never(name)
+
+
+def build(
+    config: PolicyConfig,
+    model_path: Path,
+    place: Rendezvous,
+    *,
+    keep_reference: bool,
+    reference_path: Path | None,
+) -> PolicyBackend:
+    """Joins the other ranks and loads the model, in a rank; collective.
+
+    Args:
+        config: Its `backend` is built.
+        model_path: Hugging Face folder.
+        place: This rank's.
+        keep_reference: Keep a frozen model for `reference_logprobs`.
+        reference_path: Its Hugging Face folder, another model with the same tokenizer. None: the
+            weights as they are now.
+
+    Raises:
+        UnsupportedModelError: The backend cannot compute the model, or its split into parts.
+        ValueError: The backend cannot carry out a setting, or a weight is infinite or NaN.
+        FileNotFoundError: The folder is not a model folder.
+    """
+    described = describe(config.backend)
+    refused = [*refusals(described, config, other_reference=reference_path is not None)]
+    if refused:
+        raise ValueError("\n".join(refused))
+    backend: Callable[..., PolicyBackend]
+    match config.backend:
+        case "megatron":
+            # Megatron imports it where it is installed, and it then makes temporary directories
+            # which a killed process leaves behind.
+            with _hidden("wandb"):
+                from treadle.policy.backends.megatron.backend import MegatronPolicy as backend
+        case "fake":
+            from treadle.policy.backends.fake.backend import FakePolicy as backend
+        case unknown:
+            assert_never(unknown)
+    return backend(
+        config, model_path, place, keep_reference=keep_reference, reference_path=reference_path
+    )
+
+
+@contextlib.contextmanager
+def _hidden(module: str) -> Iterator[None]:
+    """Lets a module look like one that is not installed, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[module]

@@ -1,0 +1,1 @@
+"""The policy contract (`policy_contract`), and what tests of a policy need beside it."""
