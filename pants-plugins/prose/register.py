@@ -1,8 +1,8 @@
 """`lint` of prose: spelling by codespell, the words of docs/vocabulary.md, entries of docstrings.
 
-Spelling and words are checked in every Python and Markdown file that `lint` was given, whatever target owns it; docstrings
-in the modules of `packages/` that are no tests.
-codespell's settings are in `[tool.codespell]` of the root pyproject.toml.
+Spelling and words are checked in every Python and Markdown file that `lint` was given, whatever
+target owns it; docstrings in the modules of `packages/` that are no tests. codespell's settings are
+in `[tool.codespell]` of the root pyproject.toml.
 """
 
 from __future__ import annotations
@@ -95,12 +95,14 @@ async def partition_vocabulary(
 async def partition_docstrings(
     request: DocstringsRequest.PartitionRequest, tool: DocstringsSubsystem
 ) -> Partitions[str, Any]:
-    modules = (
+    modules = tuple(
         file
         for file in request.files
-        if file.startswith("packages/") and not file.endswith(("_test.py", "_pb2.py", "conftest.py"))
+        if file.startswith("packages/")
+        and file.endswith(".py")
+        and not file.endswith(("_test.py", "conftest.py"))
     )
-    return _prose(tuple(f for f in modules if f.endswith(".py")), skip=tool.skip)
+    return _prose(modules, skip=tool.skip)
 
 
 @rule(desc="Check the spelling", level=LogLevel.DEBUG)
