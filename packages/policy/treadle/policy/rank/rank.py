@@ -417,20 +417,24 @@ def _raised_by_communication(error: Exception) -> bool:
     return type(error) is RuntimeError and module.startswith(_COMMUNICATING)
 
 
-def _print_versions() -> int:
-    from treadle.policy.backends.megatron import device
+def _print_versions(backend: str) -> int:
+    info = _info(backend)
+    if backend == "megatron":
+        from treadle.policy.backends.megatron import device
 
-    device.install()  # raises where a rank could not start
-    found = (f"{name} {_version(name)}" for name in ("treadle-policy", "megatron-core", "torch"))
-    sys.stdout.write(f"{', '.join(found)}, Python {platform.python_version()}\n")
+        device.install()  # raises where a rank could not start
+    sys.stdout.write(
+        f"treadle-policy {info.treadle_version}, {backend} {info.backend_version}, torch "
+        f"{info.torch_version}, Python {info.python_version}\n"
+    )
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves one driver; returns exit status 0 if no request failed."""
     words = sys.argv[1:] if argv is None else argv
-    if words == ["--version"]:
-        return _print_versions()
+    if words[:1] == ["--version"]:
+        return _print_versions(*(words[1:] or ["megatron"]))
     program = start_driven(words, module="treadle.policy.rank")
     with RankServer(program) as server:
         return 0 if serve(server, PolicyRank(program.host)) else 1

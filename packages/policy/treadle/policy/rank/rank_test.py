@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from treadle.agent_loop import SetupError
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.policy.config.settings import to_json
@@ -30,6 +31,10 @@ def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) 
         r"treadle-policy \S+, megatron 0\.\S+, torch 2\.\S+, Python 3\.\S+\n",
         capsys.readouterr().out,
     )
+    assert main(["--version", "fake"]) == 0
+    assert ", fake " in capsys.readouterr().out
+    with pytest.raises(SetupError, match="has no backend 'other'"):
+        main(["--version", "other"])
 
 
 def test_a_gradient_and_a_step_are_an_update(tmp_path: Path) -> None:

@@ -28,16 +28,16 @@ def check_command(key: str, command: Sequence[str]) -> None:
         )
 
 
-def ask_command(key: str, command: Sequence[str], option: str) -> str:
-    """Runs the command with one option; returns what it prints.
+def ask_command(key: str, command: Sequence[str], *options: str) -> str:
+    """Runs the command with these options; returns what it prints.
 
     Raises:
         ConfigError: It does not run, or fails.
     """
-    shown = shlex.join((*command, option))
+    shown = shlex.join((*command, *options))
     try:
         answer = subprocess.run(
-            (*command, option),
+            (*command, *options),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -28,7 +28,8 @@ def ask_rank_command(config: AnyConfig) -> str | None:
     if not command or config.launch.kind != "local":
         return None
     check_command(_COMMAND, command)
-    return f"{shlex.join(command)}: {ask_command(_COMMAND, command, '--version').strip()}"
+    answer = ask_command(_COMMAND, command, "--version", config.policy.backend)
+    return f"{shlex.join(command)}: {answer.strip()}"
 
 
 def rank_starter(

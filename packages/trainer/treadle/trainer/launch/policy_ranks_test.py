@@ -411,6 +411,6 @@ def test_a_command_is_asked_for_its_versions_before_a_run() -> None:
     assert asked() is None
     assert asked("/nowhere/rank", launch={"kind": "ray"}) is None
     answer = asked("echo", "treadle-policy 1.0,")
-    assert answer == "echo 'treadle-policy 1.0,': treadle-policy 1.0, --version"
+    assert answer == "echo 'treadle-policy 1.0,': treadle-policy 1.0, --version megatron"
     with pytest.raises(ConfigError, match=r"policy\.command=\['/nowhere/rank'\]: there is no"):
         asked("/nowhere/rank")
