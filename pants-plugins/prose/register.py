@@ -1,13 +1,15 @@
-"""`lint` of prose: spelling by codespell, and the words of docs/vocabulary.md.
+"""`lint` of prose: spelling by codespell, the words of docs/vocabulary.md, entries of docstrings.
 
-Both look at every Python and Markdown file that `lint` was given, whatever target owns it.
-codespell's settings are in `[tool.codespell]` of the root pyproject.toml.
+Spelling and words are checked in every Python and Markdown file that `lint` was given, whatever
+target owns it; docstrings in the modules of `packages/` that are no tests. codespell's settings are
+in `[tool.codespell]` of the root pyproject.toml.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from check_docstrings import findings
 from check_vocabulary import PAGE, Vocabulary
 from pants.backend.python.subsystems.python_tool_base import PythonToolBase
 from pants.backend.python.target_types import ConsoleScript
@@ -50,12 +52,24 @@ class VocabularySubsystem(Subsystem):
     skip = SkipOption("lint")
 
 
+class DocstringsSubsystem(Subsystem):
+    options_scope = "docstrings"
+    name = "docstrings"
+    help = "Finds entries of docstrings that say nothing."
+
+    skip = SkipOption("lint")
+
+
 class CodespellRequest(LintFilesRequest):
     tool_subsystem = Codespell
 
 
 class VocabularyRequest(LintFilesRequest):
     tool_subsystem = VocabularySubsystem
+
+
+class DocstringsRequest(LintFilesRequest):
+    tool_subsystem = DocstringsSubsystem
 
 
 def _prose(files: tuple[str, ...], *, skip: bool) -> Partitions[str, Any]:
@@ -75,6 +89,20 @@ async def partition_vocabulary(
     request: VocabularyRequest.PartitionRequest, tool: VocabularySubsystem
 ) -> Partitions[str, Any]:
     return _prose(request.files, skip=tool.skip)
+
+
+@rule
+async def partition_docstrings(
+    request: DocstringsRequest.PartitionRequest, tool: DocstringsSubsystem
+) -> Partitions[str, Any]:
+    modules = tuple(
+        file
+        for file in request.files
+        if file.startswith("packages/")
+        and file.endswith(".py")
+        and not file.endswith(("_test.py", "conftest.py"))
+    )
+    return _prose(modules, skip=tool.skip)
 
 
 @rule(desc="Check the spelling", level=LogLevel.DEBUG)
@@ -113,10 +141,20 @@ async def vocabulary(
     return LintResult(1 if found else 0, "\n".join(found), "", tool.options_scope)
 
 
+@rule(desc="Check the docstrings", level=LogLevel.DEBUG)
+async def docstrings(
+    request: DocstringsRequest.Batch[str, Any], tool: DocstringsSubsystem
+) -> LintResult:
+    contents = await Get(DigestContents, PathGlobs(request.elements))
+    found = [each for file in contents for each in findings(file.path, file.content.decode())]
+    return LintResult(1 if found else 0, "\n".join(found), "", tool.options_scope)
+
+
 def rules():
     return [
         *collect_rules(),
         *CodespellRequest.rules(),
         *VocabularyRequest.rules(),
+        *DocstringsRequest.rules(),
         *pex.rules(),
     ]

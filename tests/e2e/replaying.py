@@ -38,13 +38,19 @@ LOSS = policy_loss(AlgorithmConfig())
 LAYERS, TOP_K, EXPERTS = 2, 2, 8
 
 
-def write_sparse_model(path: Path, *, mixed: bool = True) -> Path:
-    """Writes a model with two layers of experts, and a dense one between them if it is `mixed`."""
-    layers: dict[str, Any] = {"num_hidden_layers": 3, "mlp_only_layers": [1]}
+def write_sparse_model(path: Path, *, as_published: bool = False) -> Path:
+    """Writes a model with two layers of experts.
+
+    Published ones have experts in every layer and a head of their own; others have a dense layer
+    between them and a tied head.
+    """
+    layers: dict[str, Any] = {} if as_published else {"mlp_only_layers": [1]}
     write_model(
         path,
         "qwen3_moe",
-        **(layers if mixed else {"num_hidden_layers": 2}),
+        tied=not as_published,
+        num_hidden_layers=LAYERS + len(layers),
+        **layers,
         hidden_size=128,
         head_dim=32,
         moe_intermediate_size=64,
@@ -128,7 +134,7 @@ async def check_replay(folder: Path, address: str) -> None:
         fresh = policy.train_step(batch, LOSS).metrics
         assert fresh["moe/replayed_rows"] == 1.0
         assert fresh["moe/replay_changed"] == 0.0
-        assert fresh["rollout/logprob_diff_max"] < 1e-4
+        assert fresh["rollout/logprob_diff_max"] < 1e-4, fresh
         # The weights have changed, and with them what the policy would choose.
         stale = policy.train_step(batch, LOSS).metrics
         assert stale["moe/replayed_rows"] == 1.0

@@ -43,8 +43,8 @@ def engine(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def folder(engine: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Writes a model; SGLang takes none with a dense layer."""
-    return write_sparse_model(tmp_path_factory.mktemp("model"), mixed=engine != "sglang")
+    """Writes a model; SGLang takes such as are published."""
+    return write_sparse_model(tmp_path_factory.mktemp("model"), as_published=engine == "sglang")
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +119,10 @@ def test_they_keep_the_contract(address: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_an_update_brings_those_of_the_new_weights(folder: Path, address: str) -> None:
-    other = folder.with_name("other")
+async def test_an_update_brings_those_of_the_new_weights(
+    folder: Path, address: str, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
     shutil.copytree(folder, other)
     tensors = load_file(folder / "model.safetensors")
     flipped = {name: tensor.flip(0).contiguous() for name, tensor in tensors.items()}

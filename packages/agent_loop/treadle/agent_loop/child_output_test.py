@@ -7,7 +7,7 @@ import pytest
 
 from treadle.agent_loop.child_output import shown_output
 
-_PRINTS = r"print('caf\xe9 \x1b]0;PWN\x07\x1b[2J done')"
+_PRINTS = r"print('sm\xf8rbr\xf8d \x1b]0;PWN\x07\x1b[2J done')"
 
 
 @pytest.mark.asyncio
@@ -21,5 +21,5 @@ async def test_the_output_of_a_child_is_shown_without_control_sequences(
         )
         assert await process.wait() == 0
     shown = capsys.readouterr().err
-    assert "caf\u00e9 \\x1b]0;PWN\\x07\\x1b[2J done\n" in shown
+    assert "sm\u00f8rbr\u00f8d \\x1b]0;PWN\\x07\\x1b[2J done\n" in shown
     assert "\x1b" not in shown

@@ -67,8 +67,6 @@ class TokenGenerator(Protocol):
 
         Args:
             prompt: [P] ids, at least one.
-            params: How to sample.
-            request: Identity, deadline and priority.
             images: The images that the placeholder ids in the prompt stand for, in order. A
                 generator without image support must refuse them, never ignore them.
 

@@ -26,7 +26,6 @@ def load_import_path(reference: str, what: str, *, base: Path | None = None) -> 
     """Returns what `reference` names.
 
     Args:
-        reference: "path/to/file.py:name" or "package.module:name".
         what: Names it in errors, as "reward".
         base: The folder that a relative path starts from. None: the working directory.
 

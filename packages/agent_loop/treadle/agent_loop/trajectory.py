@@ -108,7 +108,6 @@ class MessageSource(FieldSource[tuple[Message, ...]]):
     """Makes the messages of a trajectory that came from another process.
 
     Args:
-        exchange: The participants.
         images: The images of the messages, each once.
     """
 
@@ -129,8 +128,6 @@ class Trajectory(LateField[MessageSource]):
         samples: Ids, mask, log-probabilities and versions of each conversation, [L] each; the
             last one belongs to `messages`.
         messages: The whole conversation, beginning with the task's messages.
-        stop: Why it ended.
-        assistant_turns: Number of completions.
         user_turns: Number of answers to the model: rounds of tool results, or user messages.
         reward: None if nothing scored it, which differs from a reward of 0.
         sample_rewards: One per sample where players have their own rewards, else empty.
@@ -141,7 +138,6 @@ class Trajectory(LateField[MessageSource]):
         turn_scores: Scores that an interaction gave to turns, in their order.
         metrics: Counts and times, named like `tool/calls`, `agent_loop/generate_s`.
         findings: In the order in which they occurred.
-        error: Why the attempt failed.
 
     Raises:
         ValueError: `stop` and `error` contradict, the reward is refused by `check_reward`, or the

@@ -30,7 +30,7 @@ class TurningLimit:
     nothing could cancel it. Any other error of the block is raised as it is.
 
     Args:
-        limit_s: Seconds. None: no limit.
+        limit_s: Maximum time in seconds; None: no limit.
 
     Attributes:
         expired: Whether the limit, and not the block, has raised the TimeoutError.

@@ -58,7 +58,6 @@ class Image:
 
     Attributes:
         data: The bytes of its file; not decoded here.
-        mime: image/png, image/jpeg or image/webp.
 
     Raises:
         ValueError: The data is empty, or the type is another one.
@@ -97,7 +96,6 @@ class ToolCall:
     Attributes:
         id: Unique within the turn; the answer refers to it (`Message.tool_call_id`).
         name: The tool's name as the model wrote it; it may not exist.
-        arguments: The decoded JSON object.
     """
 
     id: str
@@ -112,7 +110,6 @@ class Message:
     Attributes:
         role: system, user, assistant or tool.
         content: The text. Empty if an assistant message only calls tools.
-        tool_calls: Only on assistant messages.
         tool_call_id: Only on tool messages: the call that the message answers.
         name: Only on tool messages: the tool that answered.
         reasoning: Only on assistant messages: the text that the parser separated as reasoning.
@@ -162,8 +159,7 @@ class ToolSpec:
     """The description of a tool for the model.
 
     Attributes:
-        name: Unique in a trajectory.
-        description: Shown to the model.
+        name: Unique among the trajectory's calls.
         parameters: JSON Schema of the arguments object.
     """
 
@@ -204,9 +200,7 @@ class Tag:
     """One kind of tagged part of a text: `begin`, JSON of the schema, `end`.
 
     Attributes:
-        begin: Begins with the trigger.
-        schema: JSON Schema, as JSON.
-        end: Not empty.
+        end: Text that is never empty.
     """
 
     begin: str
@@ -221,7 +215,7 @@ class TagConstraint:
     The log-probabilities are as those of `JsonConstraint`.
 
     Attributes:
-        tags: At least one.
+        tags: There is at least one, never none.
         trigger: What each tag begins with; not empty.
         required: Whether the text begins with a tag; else there may be none.
         single: Whether the text ends with its first tag; else text and tags may follow.
@@ -239,10 +233,10 @@ class SamplingParams:
 
     Attributes:
         max_tokens: Maximum number of tokens to sample; at least 1.
-        temperature: 0 is greedy.
-        top_p: In (0, 1].
+        temperature: A temperature of 0 is greedy.
+        top_p: A number in (0, 1].
         top_k: At least 1. None means the whole vocabulary.
-        min_p: In [0, 1].
+        min_p: A number in [0, 1].
         repetition_penalty: Above 0; 1 means no penalty.
         seed: Seed of this completion. Loops derive one per turn, see `Conversation`.
         stop_token_ids: Sampling one ends the completion; the id stays in the output.
@@ -286,7 +280,7 @@ class TokenChunk:
     """Consecutive sampled tokens of one weight version.
 
     Attributes:
-        token_ids: [C], at least one.
+        token_ids: Array of shape [C], C at least 1.
         logprobs: [C], nats, under the distribution that each id was drawn from.
         weight_version: Version of the weights that sampled them.
 
@@ -375,10 +369,8 @@ class Completion:
 
     Attributes:
         chunks: In order; new weights start a new chunk. Empty if nothing was sampled.
-        finish: Why the completion ended.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
-        engine_s: Seconds in the engine.
         num_interruptions: Number of times that a server interrupted it, for example for new
             weights, before it was resumed.
         routed_experts: Of the rows from `RequestContext.routed_experts_from` on; None if they were

@@ -148,7 +148,6 @@ async def end_if_cancelled(
     Args:
         what: Names it in the warning if it is left behind.
         work: Runs as a separate task.
-        on_left_behind: Called if it is.
 
     Raises:
         BaseException: Whatever `work` raised.

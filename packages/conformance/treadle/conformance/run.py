@@ -52,7 +52,6 @@ class Check:
     Attributes:
         part: The part of the table, such as "updates".
         name: What the contract says, such as "a corrupt chunk is refused".
-        outcome: Whether it holds.
         seen: Why the check was skipped, what was seen instead, or a measured value.
     """
 

@@ -38,7 +38,6 @@ class Settings:
     """The settings of a run; for the other fields see the command line.
 
     Attributes:
-        target: The server.
         files: The directory that its file transport reads, as a path on this machine.
         compared: Whether to compare the model with transformers.
     """
@@ -81,7 +80,6 @@ def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
     """Returns the settings that the options name.
 
     Args:
-        options: The parsed command line.
         scratch: Directory to create for the second set of weights.
 
     Raises:
@@ -159,12 +157,7 @@ async def _answer(settings: Settings) -> srv.GetServerInfoResponse:
 
 
 def write_rotated(source: Path, destination: Path) -> Path:
-    """Writes the second set of weights and returns its directory.
-
-    Args:
-        source: A Hugging Face directory.
-        destination: Directory to create.
-    """
+    """Writes the second set of weights and returns its directory."""
     shutil.copytree(source, destination)
     for path in destination.glob("*.safetensors"):
         path.chmod(0o600)

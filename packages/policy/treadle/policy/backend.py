@@ -53,14 +53,8 @@ class LossInputs:
     Attributes:
         logprobs_T: Of the policy being trained; carries the gradient.
         entropy_T: Of the next-token distribution, in nats; carries the gradient.
-        advantages_T: Advantage per token.
-        old_logprobs_T: See `TrainSequence`.
-        rollout_logprobs_T: See `TrainSequence`.
-        ref_logprobs_T: See `TrainSequence`.
-        stale_T: See `TrainSequence`; bool.
         sample_lengths_S: Number of loss tokens of each sample of the micro-batch; above 0. The
             tokens of a sample are adjacent, in its order, and all in this micro-batch.
-        selected_T: See `TrainSequence`; bool.
     """
 
     logprobs_T: Tensor
@@ -83,7 +77,6 @@ class LossOutput:
     gradient.
 
     Attributes:
-        loss_T: Loss per token.
         metrics_T: Metric name -> detached values, to be averaged over loss tokens.
     """
 

@@ -143,7 +143,6 @@ class ModelInfo:
     """The model that an engine holds.
 
     Attributes:
-        architecture: As in ``config.json``, "Qwen2ForCausalLM".
         vocab_size: Rows of the embedding; every token id is below it.
         context_length: Prompt plus completion, in tokens.
         eos_token_ids: Sampling one ends a completion unless `Sampling.ignore_eos`.
@@ -180,8 +179,6 @@ class EngineInfo:
     Attributes:
         name: Its name in the registry.
         version: Version of the library that does the work.
-        capabilities: What it can do.
-        model: What it holds.
         parameters: What `Engine.load_weights` must be given: every name once, in these
             shapes. The element type is the one held; another one is converted. None: the
             engine takes whatever it is given, which only the fake does.
@@ -209,7 +206,7 @@ class Sampling:
     Attributes:
         max_tokens: At least 1; prompt plus `max_tokens` fits the context.
         temperature: 0 is greedy: the most likely id, the smallest among equals.
-        top_p: In (0, 1].
+        top_p: A number in (0, 1].
         top_k: At least 1; None keeps the whole vocabulary.
         min_p: In [0, 1]: ids less likely than `min_p` times the likeliest are dropped.
         repetition_penalty: Above 0; divides positive logits of ids that occurred in the
@@ -253,9 +250,8 @@ class Tag:
     """One kind of tagged part: `begin`, JSON of the schema, `end`.
 
     Attributes:
-        begin: Begins with the trigger.
         json_schema: A JSON Schema, as JSON.
-        end: Not empty.
+        end: Text that is never empty.
     """
 
     begin: str
@@ -268,7 +264,7 @@ class TaggedText:
     """Any text, except that where the trigger stands one of the tags follows, whole.
 
     Attributes:
-        tags: At least one.
+        tags: There is at least one, never none.
         trigger: What each tag begins with; not empty.
         required: Whether the text begins with a tag; else there may be none.
         single: Whether the text ends with its first tag; else text and tags may follow.
@@ -329,10 +325,8 @@ class EngineRequest:
     Attributes:
         request_id: Names it in logs; unique per attempt.
         prompt: ``[P]`` ids, at least one.
-        sampling: How to sample.
         session_id: The same for all turns of a trajectory; "" for none.
-        logprobs: Whether `Tokens.logprobs` is wanted.
-        priority: Larger runs earlier.
+        priority: A request with a larger one runs earlier.
         images: In prompt order; they lie within the prompt and do not overlap.
         routed_experts_from: First position whose experts are wanted, at most ``P``; None: of none.
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
@@ -412,7 +406,6 @@ class Finished:
     """Last event.
 
     Attributes:
-        reason: Why the sequence ended.
         prefill_s: Seconds from the start to the first token. None: that came when it was sampled.
     """
 
@@ -532,14 +525,12 @@ class CollectiveGroup:
     """A torch.distributed group through which senders broadcast weights.
 
     Attributes:
-        backend: "gloo" or "nccl".
         rendezvous: host:port of a TCPStore, which rank 0 serves.
         group_name: Prefix of the group's keys in the store.
         world_size: Number of ranks in the group, including the senders.
         first_rank: Rank of the engine's first worker; the ranks of its
             `EngineInfo.num_workers` workers are consecutive.
         bucket_bytes: Maximum size of one broadcast, unless a single tensor is larger.
-        senders: Rank that sends tensors[i].
     """
 
     backend: str

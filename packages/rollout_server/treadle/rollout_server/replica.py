@@ -51,7 +51,6 @@ class Replica:
     Attributes:
         config: Bounds of admission and updates.
         clock: Times leases, retries and latency.
-        updates: Applies new weights.
         time_use: What the time since the start went to.
     """
 

@@ -73,7 +73,6 @@ class Server:
 
     Attributes:
         address: host:port, with the port that was picked.
-        replica: What it serves.
         metrics_address: host:port of its metrics; None when it has none.
     """
 

@@ -32,11 +32,7 @@ def check_tensors(
 
 
 class TensorCheck:
-    """Does the same for tensors that arrive one by one.
-
-    Args:
-        parameters: `EngineInfo.parameters`.
-    """
+    """Does the same for tensors that arrive one by one."""
 
     def __init__(self, parameters: tuple[TensorSpec, ...] | None) -> None:
         self._held = None if parameters is None else {spec.name: spec for spec in parameters}

@@ -38,7 +38,6 @@ class AnswerCheck:
 
     Args:
         spec: What the model is told.
-        check: Scores an answer.
     """
 
     def __init__(self, *, spec: ToolSpec, check: Check) -> None:

@@ -44,7 +44,6 @@ def require_extra(what: str, module: str, extra: str) -> None:
 
     Args:
         what: Needs it, for the error.
-        module: The library's top module.
         extra: Of this package, that installs it.
 
     Raises:

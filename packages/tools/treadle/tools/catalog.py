@@ -215,10 +215,6 @@ def _mcp_tools(
 def tool_spec(schema: object, where: str) -> ToolSpec:
     """Returns the description of a tool that OpenAI's function schema gives.
 
-    Args:
-        schema: `{"type": "function", "function": {...}}`.
-        where: Its place, for messages.
-
     Raises:
         SetupError: It is not such a schema.
     """

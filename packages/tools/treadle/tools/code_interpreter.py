@@ -146,7 +146,6 @@ class CodeInterpreterTool:
     """verl's `SandboxFusionTool`, with a choice of sandboxes.
 
     Args:
-        config: The settings above.
         spec: What the model is told, if not `SPEC`. The call takes `code`, and `timeout`
             (seconds, at most `default_timeout`) and `language` where the spec offers them.
 

@@ -46,7 +46,7 @@ class TimeLimited(Generic[A, R]):
         make: Makes the function, in the process; picklable. The function may be async; argument
             and result are picklable.
         name: Prefix of the thread names.
-        timeout_s: Maximum seconds per call.
+        timeout_s: Maximum time of a call in seconds.
         processes: Maximum number of calls at the same time.
 
     Raises:

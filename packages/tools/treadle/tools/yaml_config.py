@@ -20,7 +20,6 @@ def read_yaml(path: Path, what: str) -> object:
     """Reads a YAML file.
 
     Args:
-        path: The file.
         what: Names it in errors, as "tool catalogue".
 
     Raises:
@@ -40,8 +39,6 @@ def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> 
 
     Args:
         name: `package.module.Class`, or verl's name of a class that exists here.
-        where: Its place, for errors.
-        verl: verl's names to ours.
         kind: What the class makes, as "tool".
 
     Raises:

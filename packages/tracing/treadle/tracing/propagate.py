@@ -77,8 +77,6 @@ def serving_span(
     Args:
         sink: Where the spans of the block go.
         metadata: Returns the call's metadata; called only if `sink` records.
-        name: As for `span`.
-        **attributes: As for `span`.
 
     Returns:
         The span; one that does nothing if the caller does not record its trace.

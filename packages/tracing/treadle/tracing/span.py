@@ -110,13 +110,9 @@ def record_span(
     """Records a span that has ended and was timed elsewhere, below the current one.
 
     Args:
-        name: As for `span`.
         start_unix_ns: Wall-clock time of its start, in ns.
-        duration_ns: Its duration in ns.
-        error: What left it.
         context: Its identity, from `new_context` of the current span, if it has children. None:
             a new one.
-        **attributes: As for `span`.
     """
     sink = _sink.get()
     if not sink.recording:

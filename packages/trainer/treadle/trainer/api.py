@@ -39,8 +39,6 @@ class TrainingResult:
     """The results of a run.
 
     Attributes:
-        run_dir: The run directory.
-        summary: What the run reached.
         metrics: One mapping per step, in order; also in `run_dir / "metrics.jsonl"`.
         model: The trained model as a Hugging Face directory; None if schedule.save_hf is "never".
     """
@@ -65,7 +63,6 @@ def train(
     that holds a run is resumed, as on the command line; give the same objects again.
 
     Args:
-        config: `Config(...)`, or `load_config(files, overrides).config`.
         reward: Scores a trajectory: `reward(trajectory)`, or with the parameters of verl's
             `compute_score`. None: as `reward.name` says.
         tools: Typed functions with a docstring, or tools, beside those of `agent.tool_catalogue`.

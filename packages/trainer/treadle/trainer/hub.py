@@ -52,7 +52,6 @@ def download_model(model_id: str, *, weights: bool = True, setting: str = "model
     """Returns the directory of a model in the Hub's cache, after downloading what is missing.
 
     Args:
-        model_id: ORG/NAME or ORG/NAME@REVISION.
         weights: Whether the tensors are needed too, not only configuration and tokenizer.
         setting: Names the model, for messages.
 

@@ -153,9 +153,7 @@ async def convert(config: AnyConfig, checkpoint: Checkpoint, out: Path, *, adapt
     """Writes the model of a checkpoint as a Hugging Face directory, by one policy rank.
 
     Args:
-        config: Of its run.
-        checkpoint: Of any parallel sizes.
-        out: Absolute; must not exist.
+        out: Absolute path, which must not exist.
         adapter: Whether to write the LoRA adapter alone.
 
     Raises:

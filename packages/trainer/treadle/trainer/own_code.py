@@ -35,7 +35,6 @@ class OwnCode:
         reward: Scores every row. None: as the configuration says.
         tools: By name, beside those of `agent.tool_catalogue`.
         loops: By name, beside those of `agent.loops`.
-        on_step: Called after each step.
     """
 
     reward: RewardFn | None = None
@@ -59,11 +58,9 @@ def collect(
     """Returns the objects in the form that a run uses.
 
     Args:
-        config: The run's configuration.
         reward: A function with one of the two signatures of `reward.name`.
         tools: Typed functions with a docstring, or tools.
         loops: Classes to instantiate without arguments, or loops.
-        on_step: Called after each step.
 
     Raises:
         SetupError: An object does not have the needed form, two tools have one name, or the

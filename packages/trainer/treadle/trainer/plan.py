@@ -21,9 +21,6 @@ class Plan:
     """Processes and sizes of a run.
 
     Attributes:
-        config: Of the run.
-        num_train_rows: Number of training rows.
-        num_val_rows: Number of validation rows.
         cpus: Number of CPUs of this machine.
         details: Lines about what the run uses, as (what, which).
     """
@@ -205,9 +202,6 @@ def make_plan(config: Config, *, num_train_rows: int, num_val_rows: int, cpus: i
     """Returns the plan of a configuration.
 
     Args:
-        config: The run's configuration.
-        num_train_rows: Number of training rows.
-        num_val_rows: Number of validation rows.
         cpus: Number of CPUs of this machine.
 
     Raises:

@@ -13,11 +13,7 @@ __all__ = ["Problems", "SeveralProblems"]
 
 
 class SeveralProblems(SetupError):
-    """More than one thing is wrong; the text numbers them.
-
-    Attributes:
-        errors: Each by itself.
-    """
+    """More than one thing is wrong; the text numbers them."""
 
     def __init__(self, errors: tuple[Exception, ...]) -> None:
         self.errors = errors

@@ -41,13 +41,10 @@ class Branch:
     Args:
         prompt: Ids up to the first completion; at least one.
         messages: The messages of these ids.
-        tools: Shown to the model.
         turns: The sampled turns among the messages, from other branches.
 
     Attributes:
         transcript: The ledger; becomes one sample.
-        messages: The conversation.
-        tools: Shown to the model.
         turns: The sampled turns among the messages.
         by_ids: Whether its requests came as ids; then the messages are only their text.
         busy: Whether a request is extending the branch.
@@ -99,7 +96,6 @@ class Branch:
 
         Args:
             observed: The ids since the last turn, with their images.
-            messages: Of these ids.
             completion: The turn, as it was sampled.
             returned: The turn, as the agent was answered.
             uncut: Its text with the stop string that was cut off; None: nothing was.
@@ -181,7 +177,6 @@ class _Base:
     """A point in a branch from which a request can continue.
 
     Attributes:
-        branch: The branch.
         covered: Number of the branch's messages up to this point.
         stop: Number of the branch's ids up to this point.
         num_shared: Number of leading messages that branch and request share.
@@ -213,7 +208,6 @@ class Draft:
 
     Attributes:
         messages: Messages of the request; the last one is not the assistant's.
-        tools: Tools of the request.
         base: The point from which it continues; None if it begins from the start.
         shared: Ids up to that point.
         history: Messages up to that point.
@@ -247,10 +241,6 @@ class Draft:
 
         If the template cannot continue from the shared ids, the whole conversation is rendered
         again, as a FORK.
-
-        Args:
-            renderer: Renders them.
-            fit: Of the renderer's template.
 
         Raises:
             RenderError: The template refuses these messages.
@@ -316,7 +306,6 @@ def make_draft(
     Args:
         branches: The session's branches, in the order of their first completions.
         messages: Messages of the request; the last one is not the assistant's.
-        tools: Tools of the request.
     """
     same_tools = [b for b in branches if b.tools == tools and not b.by_ids]
     bases = [base for branch in same_tools for base in _bases(branch, messages)]

@@ -91,9 +91,7 @@ def shared_history(
     """Compares message by message up to the first edit.
 
     Args:
-        recorded: Messages of a branch.
         turns: The sampled turns among them.
-        given: Messages of a request.
     """
     returned = {turn.index: turn for turn in turns}
     rewritten = 0
@@ -114,7 +112,6 @@ def with_own_ids(messages: Sequence[Message], turns: Sequence[ReturnedTurn]) -> 
     """Returns messages with the ids that the model wrote, in its calls and in their answers.
 
     Args:
-        messages: A conversation.
         turns: The sampled turns among them, those that were sent back with the agent's ids.
     """
     calling = {turn.index: turn for turn in turns if turn.call_ids}

@@ -93,11 +93,7 @@ _COUNTS = (
 
 
 class LimitReachedError(RolloutError):
-    """A limit forbids this completion; nothing was sampled.
-
-    Attributes:
-        stop: The limit.
-    """
+    """A limit forbids this completion; nothing was sampled."""
 
     def __init__(self, message: str, *, stop: StopReason) -> None:
         super().__init__(message)
@@ -470,7 +466,6 @@ class CapturedSession:
 
         Args:
             stop: None means FINISHED, or the limit that cut or refused the last request.
-            reward: Reward of the attempt.
             metrics: Added to the session's metrics.
 
         Raises:

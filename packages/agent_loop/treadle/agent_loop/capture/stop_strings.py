@@ -41,11 +41,7 @@ def cut_at_stop(
     """Cuts a completion at the first stop string, and parses it.
 
     Args:
-        completion: The sampled completion.
-        stop: Strings that end it.
-        renderer: Parses it.
         tools: As in `ChatRenderer.parse`; without tools, calls stay in the text.
-        prompt: As in `ChatRenderer.parse`.
     """
     ids = completion.token_ids
     read = functools.partial(_read, renderer, tools=tools, prompt=prompt)

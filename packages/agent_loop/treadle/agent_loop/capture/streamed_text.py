@@ -34,8 +34,6 @@ class TurnDelta:
     """The addition to a turn since the last one.
 
     Attributes:
-        reasoning: Added to its reasoning.
-        content: Added to its content.
         tokens: The sampled ids with their log-probabilities in nats, in order; those of text that
             is held back, too. All deltas together have all tokens of the turn.
     """

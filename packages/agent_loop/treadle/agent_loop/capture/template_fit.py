@@ -36,11 +36,7 @@ _known: WeakKeyDictionary[ChatRenderer, dict[str, bool]] = WeakKeyDictionary()
 
 
 class TemplateFit:
-    """What a renderer's template takes.
-
-    Args:
-        renderer: Renders the probes.
-    """
+    """What a renderer's template takes."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer

@@ -70,8 +70,6 @@ class HfRenderer:
             cannot have images.
 
     Attributes:
-        template: The chat template.
-        parser: Parses completions.
         tokenizer_sha256: 32 bytes, or None if the tokenizer has no file.
         vocab_size: Number of ids that the tokenizer knows, including added tokens. A model's
             embedding may be larger.
@@ -236,7 +234,6 @@ class HfRenderer:
         wrote of it. Nothing of the turn that the template was rendered with is in it.
 
         Args:
-            ids: As in `extend`.
             closing: What the template writes between a turn's text and its end.
         """
         text = self.decode(self._turn(ids))

@@ -72,7 +72,6 @@ class ChatText:
         """Returns a conversation.
 
         Args:
-            messages: As `apply_chat_template` takes them.
             tools: Their schemas; None if there are none.
             open_turn: Whether to end with the header of the assistant's next turn.
             plain_tools: `is_plain(tools)`, which the caller asks once for many calls.

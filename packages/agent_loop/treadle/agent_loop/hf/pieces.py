@@ -28,11 +28,7 @@ _NOTHING_KNOWN: Final[Mapping[str, Sequence[int]]] = {}
 
 
 class PieceEncoder:
-    """The pieces of one tokenizer. Made by `of`.
-
-    Args:
-        backend: The tokenizer.
-    """
+    """The pieces of one tokenizer. Made by `of`."""
 
     def __init__(self, backend: Tokenizer) -> None:
         self._backend: Any = backend
@@ -86,7 +82,6 @@ class PieceEncoder:
         """Returns the whole pieces that are known of a sequence: their texts, and their ids.
 
         Args:
-            ids: The sequence.
             written: The parts [start, stop) that this tokenizer made, each of one text, of which
                 what is before the first and after the last added token may be missing.
         """

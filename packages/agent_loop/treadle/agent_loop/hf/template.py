@@ -273,8 +273,7 @@ class ChatTemplate:
         """Returns a conversation.
 
         Args:
-            messages: In order.
-            tools: Shown to the model.
+            messages: In the order of execution.
             open_turn: Whether to end with the header of the assistant's next turn.
 
         Raises:
@@ -502,11 +501,7 @@ class ChatTemplate:
 class _ShownTools:
     """A set of tools as a template shows it.
 
-    Args:
-        specs: The tools.
-
     Attributes:
-        specs: The tools.
         schemas: Their schemas; None if there are none.
         plain: Whether the schemas are plain data.
     """

@@ -37,7 +37,6 @@ class ImagePlaceholders:
         processor: An image processor of transformers that computes the number of patches from
             the image's size (Qwen2-VL, Qwen2.5-VL, Qwen3-VL).
         token: The placeholder that the chat template writes once per image.
-        token_id: Id of the placeholder.
 
     Raises:
         SetupError: The image processor belongs to another family.

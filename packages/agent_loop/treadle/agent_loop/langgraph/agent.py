@@ -36,9 +36,6 @@ class Agent:
     """The model and the tools of one trajectory.
 
     Args:
-        session: The trajectory's session.
-        toolbox: The trajectory's tools.
-        specs: Descriptions of these tools.
         services: The run's services; used for the limits and the watchdog's pulse.
 
     Attributes:

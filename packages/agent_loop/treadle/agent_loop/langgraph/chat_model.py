@@ -37,7 +37,6 @@ class _Given:
 
     Attributes:
         shown: The returned message; has fewer calls than `recorded` if there were too many.
-        recorded: The session's message.
         requests: Its calls that may be answered, in the model's order.
         closed: Whether the model ended the turn itself.
     """

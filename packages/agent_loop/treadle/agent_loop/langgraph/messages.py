@@ -34,7 +34,6 @@ def to_langchain(message: Message, *, id: str | None = None) -> BaseMessage:
     """Returns LangChain's message.
 
     Args:
-        message: The message to convert.
         id: Id of the message in a graph's state. None means that the graph sets it.
     """
     content = write_content(message.content, message.images)

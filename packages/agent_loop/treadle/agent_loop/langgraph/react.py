@@ -49,7 +49,6 @@ class ReactAgentLoop:
     """Runs agent <-> tools, or your own graph.
 
     Args:
-        graph: Replaces `build_graph`.
         tools: LangChain tools in addition to the run's tools. None means those of the class.
         steps_per_turn: Maximum number of nodes that run in sequence per completion; bounds the
             graph's steps together with the limits on turns.

@@ -56,9 +56,6 @@ class LangChainTool:
     Arguments that do not fit its schema, and a `ToolException`, are the model's fault. If a tool
     with `response_format="content_and_artifact"` has a `ToolResult` as its artifact, that is its
     result; so it can set a reward, or stop the trajectory.
-
-    Attributes:
-        tool: The LangChain tool.
     """
 
     tool: BaseTool

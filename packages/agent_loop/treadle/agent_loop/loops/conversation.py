@@ -48,7 +48,6 @@ class Turn:
 
     Attributes:
         parsed: The completion as a message and its calls.
-        finish: Why the completion ended.
     """
 
     parsed: ParsedCompletion
@@ -69,9 +68,7 @@ class Conversation:
     """One conversation of a trajectory in progress; the constructor makes the first one.
 
     Args:
-        task: The task to attempt.
         services: What the loop works with.
-        tools: Shown to the model.
 
     Raises:
         RenderError: The template refuses the task's messages.
@@ -167,7 +164,6 @@ class Conversation:
 
         Args:
             messages: The first messages; at least one.
-            tools: Shown to the model.
 
         Raises:
             RenderError: The template refuses the messages.
@@ -285,12 +281,10 @@ class Conversation:
         order in which they began.
 
         Args:
-            stop: Why it ended.
             reward: Of the trajectory; None: it is scored later.
             sample_rewards: Of players, in the order of the samples; empty: they share the reward.
             tool_rewards: As the tools gave them, in the order of the calls.
             turn_scores: As the interaction gave them, in the order of the turns.
-            metrics: Of the trajectory.
         """
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]

@@ -40,7 +40,6 @@ class LoopLimits:
         max_response_tokens: Maximum number of sampled and observed tokens together.
         max_context_tokens: Maximum number of prompt and response tokens together; the server's
             context length.
-        max_assistant_turns: Maximum number of completions.
         max_user_turns: Maximum number of answers to the model: rounds of tool calls, and replies
             of an interaction.
         max_parallel_calls: Maximum number of calls that are run per turn; the others are ignored
@@ -119,7 +118,6 @@ class LoopLimits:
         """Truncates a tool's text to the limits; the marker of the cut comes on top.
 
         Args:
-            text: Text of the tool.
             codec: Counts the tokens; used only if `max_tool_response_tokens` is set.
         """
         return truncate_text(

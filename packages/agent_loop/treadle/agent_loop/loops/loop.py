@@ -31,7 +31,6 @@ class Score:
 
     Attributes:
         value: The reward; a number of at most 1e100 in magnitude.
-        metrics: Added to `Trajectory.metrics`.
         answer: What the trajectory answered, as the reward read it; validation counts equal texts
             as votes. None if it gave none, or the reward reads none.
 
@@ -67,9 +66,6 @@ class Services:
     """The services that a loop works with; shared by the trajectories of a run.
 
     Attributes:
-        generator: Samples tokens.
-        renderer: The model's chat format.
-        limits: Bounds of each trajectory.
         sampling: How completions are sampled. `max_tokens` bounds one completion; loops lower
             it to what the limits leave.
         tools: By the name that the model calls.

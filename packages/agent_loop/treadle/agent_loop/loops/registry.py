@@ -124,9 +124,6 @@ class LoopRegistry:
 def default_loops(*, on_malformed_call: OnMalformedCall = OnMalformedCall.ANSWER) -> LoopRegistry:
     """Returns a registry of `single_turn_agent`, `tool_agent` and the loops of installed packages.
 
-    Args:
-        on_malformed_call: Passed to `tool_agent`.
-
     Raises:
         SetupError: Two packages offer the same name, or one offers a built-in name.
     """

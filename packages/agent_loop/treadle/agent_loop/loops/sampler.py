@@ -65,13 +65,11 @@ class TurnSampler:
         """Samples one completion.
 
         Args:
-            prompt: [P] ids.
+            prompt: Array of [P] token ids.
             left: Number of tokens that the budget leaves; at least 1.
-            images: Images of the prompt.
             num_routed_rows: Number of first rows whose experts are known already.
             sampling: Replaces the run's sampling parameters.
             seed: Seed of this completion. None means derived from the task's.
-            on_tokens: See `RequestContext.on_tokens`.
 
         Raises:
             GenerationError: The completion could not be made.

@@ -80,8 +80,6 @@ class ToolAgentLoop:
 
         Args:
             chat: Rendered with the toolbox's tools; the model is next.
-            toolbox: Answers the model's calls.
-            limits: Bounds of the conversation.
             user: Answers turns without a call. None means that such a turn ends it.
 
         Returns:

@@ -22,7 +22,7 @@ class ParsedText:
             stripped. Malformed calls stay in it.
         calls: In order; ids are unique in this text, including those of `malformed`.
         call_starts: Position of each call's first character in the text.
-        malformed: In order.
+        malformed: In the order of execution.
         reasoning: The model's reasoning, without its marks. None means that the parser does not
             separate reasoning and leaves it in `content`; "" that there was none.
         content_start: Position after the reasoning and its marks.

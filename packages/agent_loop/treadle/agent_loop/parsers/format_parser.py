@@ -67,7 +67,6 @@ class FormatParser:
     """A `ToolCallParser` for one format of calls, with or without reasoning before them.
 
     Args:
-        calls: The format of calls.
         thinking: The marks of reasoning. None means that there is no reasoning.
         separates: Whether reasoning is set apart; else it stays in the content.
         frame: What is written before and after the content. The format of calls reports it.
@@ -188,12 +187,7 @@ class FormatParser:
 
 
 def open_elements(text: str, elements: Iterable[tuple[str, str]]) -> tuple[str, ...]:
-    """Returns the marks that close the elements open at the end of a text, innermost first.
-
-    Args:
-        text: Any text.
-        elements: As `CallFormat.element`.
-    """
+    """Returns the marks that close the elements open at the end of a text, innermost first."""
     opened = {
         found.start(): found.expand(close)
         for pattern, close in elements

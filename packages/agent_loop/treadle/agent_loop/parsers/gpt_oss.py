@@ -42,8 +42,6 @@ class _Message:
     Attributes:
         start: First character of the message.
         body: First character of its body.
-        stop: After the body.
-        after: After the message.
     """
 
     start: int

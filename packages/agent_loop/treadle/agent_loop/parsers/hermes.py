@@ -71,11 +71,7 @@ class HermesFormat:
 
 
 class HermesParser(FormatParser):
-    """The parser "hermes": hermes tool calls; reasoning stays in the content.
-
-    Args:
-        unclosed: As of `FormatParser`.
-    """
+    """The parser "hermes": hermes tool calls; reasoning stays in the content."""
 
     def __init__(self, *, unclosed: UnclosedReasoning = UnclosedReasoning.CALL) -> None:
         super().__init__(HermesFormat(), thinking=Thinking(), separates=False, unclosed=unclosed)

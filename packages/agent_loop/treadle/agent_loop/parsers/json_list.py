@@ -15,8 +15,6 @@ class ItemKeys:
     """The keys of an item.
 
     Attributes:
-        name: Of the tool's name.
-        arguments: Of its arguments.
         id: Of the call's id, which may be missing.
     """
 
@@ -29,11 +27,8 @@ def read_list(scan: Scan, start: int, body: int, *marks: str, keys: ItemKeys) ->
     """Parses the calls of a list, and reports them.
 
     Args:
-        scan: The text.
         start: Position of the mark before the list.
-        body: Position of the list.
         marks: The list ends before these.
-        keys: Of its items.
     """
     try:
         items, end = read_json(scan, body, *marks)

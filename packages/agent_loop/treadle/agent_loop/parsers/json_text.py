@@ -92,7 +92,6 @@ def read_json(scan: Scan, start: int, *before: str) -> tuple[object, int]:
     """Parses the JSON value at `start`.
 
     Args:
-        scan: The text.
         start: Position of the value's first character, not white space.
         before: The value ends before these marks, unless they are inside a string.
 
@@ -128,8 +127,6 @@ def read_call(
     """Returns name and arguments of a call that is one JSON object.
 
     Args:
-        value: The object.
-        name: Key of the name.
         arguments: Accepted keys of the arguments; the first one is the correct one.
 
     Raises:

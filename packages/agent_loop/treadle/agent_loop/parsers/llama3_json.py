@@ -53,7 +53,6 @@ def _read_calls(scan: Scan, start: int, place: int, *, meant: bool) -> None:
     """Parses calls up to the first text that is not a call.
 
     Args:
-        scan: The text.
         start: Position of the first call, including its tag.
         place: Position of the first call's JSON.
         meant: Whether text that is not a call counts as a malformed call.

@@ -25,7 +25,6 @@ class Block:
 
     Attributes:
         start: Position of its first character.
-        stop: Position after it.
         closed: Whether it has its closing mark; else it ends where the last calls begin.
     """
 
@@ -42,7 +41,6 @@ class Thoughts:
     """The reasoning of a text that may have calls.
 
     Attributes:
-        thinking: Its marks.
         marks: The beginnings of calls, which count outside of it only.
         unclosed: Returns where a reasoning ends that begins at a position and is not closed.
         rule: What a call behind such a reasoning is.
@@ -60,13 +58,11 @@ class Scan:
     """One text and the spans found in it.
 
     Args:
-        text: A decoded completion.
         start: Position where calls may begin, after the reasoning.
         new_id: Returns the id of a call without one, given its number and its name.
         thoughts: How it reasons; None if it does not.
 
     Attributes:
-        text: The decoded completion.
         position: The end of the last reported span.
     """
 
@@ -220,7 +216,6 @@ class Scan:
         """Returns the parsed text; text outside the reported spans is content.
 
         Args:
-            reasoning: Of the message.
             content_start: Where the content begins; None: where calls may begin.
         """
         start = self._start if content_start is None else content_start

@@ -44,7 +44,6 @@ class Sample:
 
     Attributes:
         parser: Name of the parser that reads it.
-        models: Whose template writes it.
         text: The turn without the token that ends it.
         first: What the first call begins with.
         prompt_end: What the template has written before it.

@@ -28,8 +28,6 @@ class Thinking:
     r"""The marks of a family's reasoning.
 
     Attributes:
-        open: The opening mark.
-        close: The closing mark.
         lines: Whether the template writes the marks on separate lines
             (`<think>\n...\n</think>\n\n`), so that these line feeds are neither reasoning nor
             content.
@@ -47,8 +45,6 @@ class Thinking:
         """Returns the reasoning, "" if there is none, the position after it, and if it is closed.
 
         Args:
-            text: A decoded completion.
-            prompt_end: As in `ToolCallParser.parse`.
             unclosed: Returns where a reasoning ends that begins at a position and is not closed.
         """
         start = self._start(text, prompt_end)
@@ -71,7 +67,6 @@ class Thinking:
 
         Args:
             text: The beginning of a decoded completion.
-            prompt_end: As in `ToolCallParser.parse`.
             marks: The beginnings of a call, which may end the reasoning.
         """
         lead = text.lstrip()

@@ -51,7 +51,6 @@ class SessionAdmin:
     Args:
         sessions: The open sessions of the endpoint.
         services: Provides generator, renderer, limits and sampling.
-        key: Key of the endpoint.
         sampling: What to do with the agents' sampling parameters.
         constraints: What to do where agents ask to constrain the sampling.
         deadline_s: Seconds after which a session is discarded.

@@ -40,10 +40,8 @@ class AgentSession:
     """The task, the addresses and the key that an agent gets.
 
     Attributes:
-        task: The task to do.
         base_url: Address of its model, for OpenAI's clients; ends with /v1.
         api_key: Key of its model; valid only for this session.
-        reward_url: Accepts {"reward": number}.
     """
 
     task: AgentTask
@@ -86,7 +84,6 @@ class CommandAgent:
 
     Args:
         command: Program and arguments; no shell.
-        environment: Additional variables.
         inherited: Names of variables to inherit from this process. None means all, including
             secrets.
         grace_s: Seconds from SIGTERM to SIGKILL.

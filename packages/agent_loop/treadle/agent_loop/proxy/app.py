@@ -70,7 +70,6 @@ def make_app(
         sessions: The sessions that it serves.
         model: Model name in the answers.
         max_body_bytes: Maximum size of a completion request.
-        more: Additional routes.
     """
     endpoint = _Endpoint(sessions, model=model, max_body_bytes=max_body_bytes)
     below = "/sessions/{session_id}"

@@ -30,7 +30,6 @@ def call_constraint(
     Args:
         tools: Those of the request; at least one.
         rules: What is to be enforced.
-        renderer: One that frames calls.
     """
     tags = []
     frame: CallFrame | None = None

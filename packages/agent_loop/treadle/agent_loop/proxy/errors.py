@@ -40,7 +40,6 @@ class ApiError(Exception):
     """An error answer to a request.
 
     Attributes:
-        status: HTTP status.
         code: What went wrong, for programs.
         param: The part of the request that is wrong.
         retry_after_s: When to retry; None means any time.

@@ -28,7 +28,6 @@ class EventStream(Response):
     """The events of one answer.
 
     Args:
-        writer: Writes them.
         complete: Samples the answer, given what takes its deltas; returns None if nobody waits for
             it any more.
         while_open: Runs the sending, and cancels it if the session is closed.

@@ -82,9 +82,6 @@ class ProxyAgentLoop:
         insecure_allow_plaintext_beyond_loopback: Listen beyond loopback without TLS. Anyone on
             the way can then read the sessions' keys.
 
-    Attributes:
-        required_capabilities: See `AgentLoop`.
-
     Raises:
         ValueError: A bound is below 1, `api_key` has fewer than 16 characters, or `host` is an
             address that agents cannot use, or one beyond loopback without TLS.

@@ -100,8 +100,8 @@ class TlsFiles:
     """The certificate that a server shows, and its key.
 
     Attributes:
-        certificate: PEM certificate chain.
-        key: PEM private key.
+        certificate: Certificate chain of the server, PEM.
+        key: Private key of the server, PEM.
     """
 
     certificate: Path
@@ -112,14 +112,9 @@ class SharedServer:
     """An HTTP server that runs while it has users.
 
     Args:
-        app: The application to serve.
-        host: Address to listen on.
         told_host: Host in the address that users get. None means `host`.
         port: 0 picks a free port.
         tls: Serves HTTPS with these; None means plain HTTP.
-
-        async with shared as address:
-            ...
     """
 
     def __init__(
@@ -202,10 +197,8 @@ def check_exposure(host: str, *, tls: TlsFiles | None, allow: str, allowed: bool
     """Refuses plain text beyond loopback, where every session's key could be read on the way.
 
     Args:
-        host: Address to listen on.
         tls: What the server serves with.
         allow: How the caller's user allows it.
-        allowed: Whether the user did.
 
     Raises:
         ValueError: The host is reachable from other machines, and neither is given.

@@ -49,7 +49,6 @@ class EndpointSession:
     """The session of one trajectory at the endpoint.
 
     Args:
-        captured: Records the agent's requests.
         services: Provides the renderer and the run's sampling parameters.
         sampling: What to do with the agent's sampling parameters.
         constraints: What to do with its requests to constrain the sampling.
@@ -57,10 +56,7 @@ class EndpointSession:
         key: The API key. None: a random one, for this session only.
 
     Attributes:
-        captured: Records the agent's requests.
-        renderer: The run's renderer.
         id: Part of the address; random, so it reveals nothing about the task.
-        key: The API key.
         reward: The last reward that the agent posted; None if there is none.
         failure: Why the servers failed the last request; None if they did not.
         refused: The limit that forbade the last request; None if it was allowed.
@@ -114,9 +110,7 @@ class EndpointSession:
         """Samples the answers to a request.
 
         Args:
-            request: The agent's request.
             gone: Returns when the agent no longer waits for the answer.
-            on_delta: See `CapturedSession.choices`.
 
         Returns:
             The turns, or None if the agent disconnected or the session was closed before.
@@ -268,7 +262,6 @@ class EndpointSessions:
         """Returns the session of a request.
 
         Args:
-            session_id: Of the address.
             authorization: The header; "Bearer" and the session's key.
             api_key: The header `x-api-key`, in which Anthropic's clients send it.
 

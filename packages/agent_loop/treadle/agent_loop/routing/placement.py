@@ -53,7 +53,6 @@ class ReplicaLoad:
     """The load of one replica, as a policy sees it.
 
     Attributes:
-        address: The replica's address.
         sessions: Number of unfinished sessions that are pinned to it.
         last_chosen: Number of the choice that last picked it; -1 if none did.
     """
@@ -120,7 +119,6 @@ class Router(Protocol):
             context_tokens: Length of the request's prompt.
             at: The replica that a session new to this router used until now; None if none.
             avoid: Replicas that must not be chosen now; a session pinned to one is moved.
-            ignore_capacity: Never return FULL.
         """
         ...
 
@@ -160,7 +158,6 @@ class StickySession(SessionTable):
     """Keeps each session on its replica, unless that is unfair or impossible.
 
     Args:
-        addresses: The replicas at start.
         margin: Number of sessions that a replica may hold above the least loaded one before its
             next request moves; at least 1.
         cache_tokens: Number of tokens that each replica's prefix cache holds; None means that
@@ -321,9 +318,6 @@ class HashedSession(SessionTable):
     (the part after it differs per attempt). So the order of the replicas does not matter, workers
     agree without communication, and adding or removing a replica only moves that replica's share
     of the sessions. Loads are ignored. An open session stays where it is while its replica drains.
-
-    Args:
-        addresses: The replicas at start.
 
     Raises:
         ValueError: An address is given twice.

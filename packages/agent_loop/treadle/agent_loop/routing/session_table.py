@@ -26,7 +26,6 @@ class RoutedSession:
     """An open session.
 
     Attributes:
-        name: The session's id.
         age: Number of sessions opened before it.
         replica: None while it waits for its first replica, or after it has lost its slot.
         context_tokens: Length of its latest prompt.
@@ -43,12 +42,10 @@ class ReplicaEntry:
     """A replica and the sessions that are placed on it.
 
     Attributes:
-        address: Its address.
         number: Number of replicas that were added before it.
         orders: Are told of each change of its sessions and of their length.
         draining: Whether it accepts no new session.
         last_chosen: Number of the choice that last picked it; -1 if none did.
-        context_tokens: Of all its sessions.
         sessions: Those that are placed on it, by name.
     """
 
@@ -101,9 +98,6 @@ class ReplicaOrder:
     Invariant: for each replica, the heap has an entry with its present key. Other entries are
     stale: they are passed over, and the heap is made again when most of it is stale. A change costs
     the logarithm of the number of replicas.
-
-    Args:
-        key: `by_load` or `by_room`.
     """
 
     def __init__(self, key: Callable[[ReplicaEntry], tuple[int, int]]) -> None:
@@ -162,7 +156,6 @@ class SessionTable:
     """The replicas and their open sessions; the common part of both policies.
 
     Args:
-        addresses: The replicas at start.
         orders: Of the replicas, as the policy needs them.
 
     Raises:

@@ -69,11 +69,6 @@ class GrpcTokenGenerator:
     """Generates on several replicas. Made by `connect`.
 
     Args:
-        replicas: The servers.
-        placement: Assigns sessions to addresses.
-        deadlines: Upper bounds of calls.
-        retry: Waits after failures.
-        clock: Time and waiting.
         max_resumes: Maximum number of times that one completion is resumed.
     """
 
@@ -347,8 +342,6 @@ async def connect(
         router: host:port of a routing service, which knows the replicas; None means no router.
         requirements: What the replicas must offer; None means log-probabilities only.
         security: TLS and token, for the replicas and the router; None means plain.
-        deadlines: Upper bounds of calls.
-        retry: Waits after failures.
         policy: Spreads sessions over `addresses`, which `connect` adds to it; None means
             `StickySession()`. A routing service has its own policy.
         max_resumes: Maximum number of times that one completion is resumed after an

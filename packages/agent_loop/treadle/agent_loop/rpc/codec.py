@@ -36,10 +36,8 @@ def encode_request(
     """Returns the message of one Generate call.
 
     Args:
-        prompt: Ids, not empty.
-        params: How to sample.
+        prompt: Token ids, at least one of them.
         request: Names the session and the priority.
-        request_id: Of this call.
         min_weight_version: Oldest weights that may sample.
         images: At their placeholders in the prompt.
         routed_experts_from: First row whose experts are wanted; None: none are.

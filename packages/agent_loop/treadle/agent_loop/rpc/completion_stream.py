@@ -68,7 +68,6 @@ class CompletionStream:
         prompt_logprobs: Those of the prompt so far; likewise.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
-        engine_s: Seconds in the engine.
         prefill_s: Those before the first token; None before the end, and of a server that does not
             report them.
         paused_s: Those in which sampling was paused.

@@ -152,7 +152,6 @@ async def serve_driver(
     At the end, the calls that still run have `_FLUSH_S` to send their last answers.
 
     Args:
-        program: How to serve.
         add_services: Each adds a servicer to the server.
 
     Raises:
@@ -183,7 +182,6 @@ def serve_driver_in_threads(
     For a program whose event loop runs code of a user, which may hold it for long.
 
     Args:
-        program: How to serve.
         add_services: Each adds a servicer to the server.
 
     Raises:

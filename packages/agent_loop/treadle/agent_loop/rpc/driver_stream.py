@@ -46,7 +46,6 @@ class ProgramEnd:
     Args:
         split: Returns the messages that came at a time.
         join: Returns what is sent of messages at a time.
-        on_message: Called with each message.
         on_end: Called when the driver is gone, or has ended the stream.
         beat: Returns a sign of life; called in a thread.
         beat_s: Seconds between signs of life.
@@ -116,12 +115,9 @@ class DriverEnd:
     """The driver's end; made on the event loop that `on_message` is called on.
 
     Args:
-        access: How programs are reached.
-        address: host:port of the program.
         method: Returns the method of the stub of a channel.
         split: Returns the messages that came at a time.
         join: Returns what is sent of messages at a time.
-        on_message: Called with each message.
         on_end: Called when the program is gone, the stream was closed, or a message cannot be read;
             with what is wrong, None where the stream just ended.
     """

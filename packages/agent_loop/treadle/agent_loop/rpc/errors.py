@@ -96,9 +96,7 @@ class RpcFailure:
     """A failed call, classified.
 
     Attributes:
-        address: The replica.
         error: The exception to raise if nothing else helps.
-        action: What to do.
         retry_after_s: The wait that the server asked for; None if it did not.
     """
 

@@ -29,12 +29,9 @@ class ServerInfo:
     """A server's answer at the handshake.
 
     Attributes:
-        address: host:port.
         server_version: Version of the server's package.
         engine: "fake", "torch", "sglang" or "vllm".
-        engine_version: Version of the engine.
         capabilities: Names of the fields of `Capabilities` that are true.
-        architecture: Architecture of the model.
         vocab_size: Number of rows of the model's embedding; every id is below it.
         context_length: Maximum number of prompt and completion tokens.
         tokenizer_sha256: Hash of tokenizer.json; empty if the server has none.

@@ -28,10 +28,7 @@ class InFlightCompletion:
     Attributes:
         prompt: [P] ids of the request.
         params: Sampling parameters of the request.
-        request: The request's context.
-        images: Images of the prompt.
-        deadline: Clock seconds.
-        chunks: Tokens that have arrived.
+        deadline: Time of the clock in seconds.
         routed: Experts that have arrived, of consecutive rows.
         prompt_logprobs: Those that have arrived, of consecutive ids of the prompt.
         failures: Number of failures per address.

@@ -17,7 +17,6 @@ def record_phases(stream: CompletionStream, *, call: int) -> None:
     A server that predates prefill and paused times has a `queue` only.
 
     Args:
-        stream: What came.
         call: Number of the call within its completion, from 1.
     """
     if not current_sink().recording:

@@ -92,13 +92,8 @@ class ReplicaClient:
         """Performs the handshake, waiting for a server that is still starting.
 
         Args:
-            address: host:port of the server.
             channel: To it; the caller closes it.
-            backoff: Of the address.
-            metadata: Of every call.
-            deadlines: Of the calls.
             retry: Bounds of the waits between attempts.
-            clock: For waits and deadlines.
             client: Names the caller in the server's log.
 
         Raises:

@@ -52,10 +52,6 @@ class ReplicaConnections:
 
     Args:
         requirements: What every replica must offer.
-        security: TLS and token.
-        deadlines: Upper bounds of calls.
-        retry: Waits after failures.
-        clock: Time and waiting.
         client: "name/version", for the servers' logs.
     """
 

@@ -21,7 +21,6 @@ class RetryPolicy:
     Attributes:
         max_failures: Number of failures of one replica after which a request no longer uses it.
             Overload and pauses do not count: the request waits for them until its deadline.
-        initial_s: First wait.
         max_s: Longest wait that the client chooses; a server may ask for a longer one.
         factor: Growth from one wait to the next.
         jitter: Largest random addition to a wait, as a fraction of it, in [0, 1].

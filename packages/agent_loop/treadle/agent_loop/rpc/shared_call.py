@@ -82,8 +82,7 @@ class SharedCall:
         """Begins a completion, whose reader must end it (`completion_stream.read`).
 
         Args:
-            request: At most `MAX_REQUEST_BYTES`.
-            timeout_s: Until its deadline.
+            request: Bytes, at most `MAX_REQUEST_BYTES` of them.
             traceparent: The caller's span; empty: none.
         """
         self._num_begun += 1
@@ -174,13 +173,7 @@ class SharedCall:
 
 
 class SharedCompletion:
-    """One completion of a shared call; reads as a call of Generate does.
-
-    Args:
-        shared: Its call.
-        number: Of the completion.
-        timeout_s: Until its deadline.
-    """
+    """One completion of a shared call; reads as a call of Generate does."""
 
     __slots__ = ("_ended", "_error", "_events", "_shared", "_timer", "_waiter", "number")
 

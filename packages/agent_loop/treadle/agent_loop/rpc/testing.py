@@ -125,7 +125,6 @@ class ScriptedServer(
     """Answers each Generate call with the next handler.
 
     Args:
-        handlers: The script.
         images: Whether it reports the capability `images`.
 
     Class attributes:

@@ -140,7 +140,6 @@ class RolloutRunner:
 
         Args:
             tasks: Taken one by one, each when a slot is free.
-            sink: Awaited; see the invariants.
 
         Raises:
             RolloutError: An attempt failed and the failure policy said RAISE.

@@ -12,11 +12,7 @@ __all__ = ["TaskSlots"]
 
 
 class TaskSlots:
-    """A semaphore whose number of slots may change. For one task that acquires.
-
-    Args:
-        limit: Number of slots.
-    """
+    """A semaphore whose number of slots may change. For one task that acquires."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

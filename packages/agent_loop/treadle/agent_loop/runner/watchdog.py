@@ -41,7 +41,6 @@ class Pulse:
 
     Attributes:
         last_event: What the trajectory began last.
-        stalls: The watchdog's reports.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -83,7 +82,6 @@ class Watchdog:
 
     Args:
         limit_s: Seconds without a beat that count as a stall; above 0. None disables it.
-        clock: Replaced in tests.
     """
 
     def __init__(self, limit_s: float | None, *, clock: Clock | None = None) -> None:

@@ -26,7 +26,6 @@ class ByteRenderer:
     """Renders chats as bytes.
 
     Attributes:
-        vocab_size: 262.
         stop_token_ids: The id that ends every message.
         tokenizer_sha256: None, because there is no tokenizer to compare with a server's.
     """

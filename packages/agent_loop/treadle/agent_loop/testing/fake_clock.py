@@ -57,11 +57,7 @@ class FakeClock:
 
 
 def let_pass(seconds: float) -> None:
-    """Moves the running event loop's time forward, so that deadlines within it have passed.
-
-    Args:
-        seconds: By how much.
-    """
+    """Moves the running event loop's time forward, so that deadlines within it have passed."""
     loop = asyncio.get_running_loop()
     time = loop.time
     loop.time = lambda: time() + seconds  # type: ignore[method-assign]

@@ -39,12 +39,9 @@ class GeneratorSubject:
     Attributes:
         generator: The generator under test. With `ignore_eos`, its completions of `prompt` have
             at least 8 tokens; they depend only on the prompt and the parameters.
-        prompt: A prompt that fits.
         long_prompt: A prompt that leaves no room in the context.
         vocab_size: Every id is below it.
-        weight_version: The current weight version.
         hold: Makes further calls wait until `release`.
-        release: Ends `hold`.
         until_running: Waits until this number of calls run in the engine.
         until_idle: Waits until no call runs in the engine.
     """

@@ -46,7 +46,6 @@ class ScriptedGenerator:
             refused.
 
     Attributes:
-        requests: All calls so far.
         finished_sessions: Sessions that were finished, in order.
         num_running: Number of calls in flight.
         num_aborted: Number of calls that were cancelled or timed out.

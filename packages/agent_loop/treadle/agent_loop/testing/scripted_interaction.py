@@ -19,8 +19,6 @@ class ScriptedInteraction:
 
     Attributes:
         conversations: The messages of each call so far.
-        num_opened: Number of sessions opened.
-        num_closed: Number of sessions closed.
     """
 
     def __init__(

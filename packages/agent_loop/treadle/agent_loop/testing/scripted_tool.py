@@ -14,14 +14,11 @@ class ScriptedTool:
     """Returns prepared results in the order of the calls, over all sessions.
 
     Args:
-        name: The tool's name.
         results: Each a string, a `ToolResult`, an exception to raise, or an event to wait for
             (the result is then "done").
 
     Attributes:
         calls: The arguments of each call so far.
-        num_opened: Number of sessions opened.
-        num_closed: Number of sessions closed.
     """
 
     def __init__(

@@ -64,12 +64,7 @@ class LateField(Generic[S]):
 
     @classmethod
     def of_source(cls, source: S, **values: object) -> Self:
-        """Returns an object with a late field, without the checks of its class.
-
-        Args:
-            source: Makes the field.
-            values: All other fields.
-        """
+        """Returns an object with a late field, without the checks of its class."""
         made = object.__new__(cls)
         for name, value in values.items():
             object.__setattr__(made, name, value)

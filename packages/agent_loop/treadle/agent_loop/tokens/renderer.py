@@ -24,7 +24,6 @@ class PlacedImage:
     """An image and the position of its placeholder ids.
 
     Attributes:
-        image: The image.
         start: Position of its first placeholder id.
         num_tokens: Number of its placeholder ids, as the model's processor determines it.
 
@@ -132,7 +131,6 @@ class CallFrame:
     Attributes:
         trigger: What every call begins with, of any tool; no other text has it.
         begin: What stands before the arguments; begins with the trigger.
-        end: What stands after them.
     """
 
     trigger: str
@@ -249,8 +247,6 @@ class RerenderingRenderer(ChatRenderer, Protocol):
         """Returns what `render` returns.
 
         Args:
-            messages: The conversation.
-            tools: As in `render`.
             ids: The ids of the conversation so far.
             written: The parts [start, stop) of `ids` that are the result of one call of `render` or
                 `extend` each.
@@ -273,7 +269,6 @@ class StreamingRenderer(ChatRenderer, Protocol):
 
         Args:
             text: The beginning of the decoded completion.
-            prompt: As in `parse`.
         """
         ...
 

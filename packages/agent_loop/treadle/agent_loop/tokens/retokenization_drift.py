@@ -46,7 +46,6 @@ class DriftPoint:
         turn: Index of the turn in the sample; a message of any role ends a turn if the template
             marks its end.
         position: Position in the sample of the first id that differs.
-        origin: Who wrote that id.
         expected: The template's text around it.
         actual: The sample's text around it.
     """
@@ -112,10 +111,8 @@ class RecordedSample:
     """A sample and the messages that it represents.
 
     Attributes:
-        tokens: Tokens of the sample.
         messages: Messages of the sample; the last one is the assistant's.
         tools: Tools that were shown to the model.
-        written: See `RerenderingRenderer.render_again`.
     """
 
     tokens: Tokens

@@ -164,7 +164,7 @@ class _SampledLogprobs(LateMemory):
     """Log-probabilities of L tokens, in the memory of those of the S sampled ones; others are 0.
 
     Args:
-        sampled: float32, [S].
+        sampled: Array of shape [S], float32.
         spans: Of the tokens; there is at least one.
     """
 
@@ -195,9 +195,9 @@ class Tokens(LateField[SpanTable]):
     """A frozen transcript of L tokens. L is 0 only in a trajectory that failed.
 
     Attributes:
-        ids: [L], uint32.
+        ids: Array of shape [L], uint32.
         logprobs: [L], float32, nats; 0.0 where the mask is False.
-        spans: Tile [0, L).
+        spans: They tile the range [0, L).
         images: In the order of their positions, which count from the first id.
         routed_experts: Of the first rows, at most L; None if the engine was not asked for them.
 
@@ -365,7 +365,7 @@ class Transcript:
         """Writes tokens that the model did not sample: tool results, user turns, template glue.
 
         Args:
-            token_ids: [R].
+            token_ids: Array of shape [R], one per row.
             images: Images of these ids; positions count from the first of them.
 
         Raises:

@@ -47,7 +47,6 @@ class FunctionTool:
 
     Attributes:
         spec: The description for the model.
-        function: The function to call.
     """
 
     spec: ToolSpec

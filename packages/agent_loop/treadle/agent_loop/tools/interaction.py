@@ -35,10 +35,8 @@ class InteractionReply:
     """An interaction's answer to a turn.
 
     Attributes:
-        content: The user's next message.
         score: Score of the turn. None means not scored, which differs from a score of 0.
         stop: Ends the conversation as FINISHED; the content is then not shown to the model.
-        metrics: Added to `Trajectory.metrics`.
 
     Raises:
         TypeError: The content is not a string.
@@ -61,11 +59,7 @@ class InteractionSession(Protocol):
     """The state of an interaction in one trajectory."""
 
     async def respond(self, messages: Sequence[Message]) -> InteractionReply:
-        """Answers the last message, which is the assistant's.
-
-        Args:
-            messages: The whole conversation.
-        """
+        """Answers the last message, which is the assistant's."""
         ...
 
     async def aclose(self) -> None:
@@ -88,7 +82,6 @@ def selected_interaction(
 
     Args:
         task: `fields["extra_info"]["interaction_kwargs"]["name"]` is a name, None or absent.
-        interactions: By name.
 
     Raises:
         SetupError: No interaction has this name; or the row has settings for an interaction and
@@ -127,7 +120,6 @@ class UserSimulator:
     """The simulated user of one trajectory: asks its interaction, and collects the scores.
 
     Args:
-        task: Passed to `Interaction.open`.
         interaction: The interaction to ask; None if the row has none.
         limits: Bounds of one reply and of closing.
 

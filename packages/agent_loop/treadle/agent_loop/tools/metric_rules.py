@@ -69,8 +69,6 @@ def other_rule(
     """Returns what is wrong with reported metrics, or None; keeps their rules in `seen`.
 
     Args:
-        metrics: Of one result.
-        reporters: As for `check_metric_rules`.
         seen: Rules of earlier results of the trajectory.
     """
     if not seen:

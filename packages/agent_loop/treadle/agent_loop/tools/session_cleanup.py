@@ -38,7 +38,6 @@ async def close_all(
     Args:
         sessions: By the name that `report_leak` is to show.
         error: The type of error that a failure to close becomes.
-        timeout_s: Time limit per session.
         report_leak: Called with a message for each session that could not be closed.
     """
 

@@ -54,7 +54,6 @@ def truncate_text(
     """Truncates a text to its characters, then to its tokens, and marks the cut once.
 
     Args:
-        text: Text of a tool.
         codec: Counts the tokens; used only if `max_tokens` is set.
         max_chars: Maximum number of characters without the marker; None means no limit.
         max_tokens: Maximum number of tokens without the marker; None means no limit.

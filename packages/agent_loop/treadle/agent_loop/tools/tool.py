@@ -48,7 +48,6 @@ class ToolResult:
         content: Shown to the model, truncated to the `LoopLimits` of a tool's text.
         reward: Added to `Trajectory.tool_rewards`; not shown to the model.
         stop: Ends the trajectory; the content is then not shown to the model.
-        metrics: Added to `Trajectory.metrics`.
         images: Shown to the model, at the `IMAGE_MARK`s of the content or before it.
 
     Raises:

@@ -54,7 +54,6 @@ def selected_tools(task: AgentTask, tools: Mapping[str, Tool]) -> Mapping[str, T
 
     Args:
         task: `fields["extra_info"]["tool_selection"]` is a list of names, None or absent.
-        tools: By name.
 
     Raises:
         SetupError: The selection is not a list of names, or names an unknown tool.
@@ -83,8 +82,6 @@ class Toolbox:
     """The tools of one trajectory.
 
     Args:
-        task: Passed to `Tool.open`.
-        tools: By name.
         limits: Bounds of tool texts, of time and of calls per turn.
         codec: Counts the tokens of texts; usually the renderer.
     """

@@ -35,8 +35,6 @@ class Refusal:
     Attributes:
         code: Name of the gRPC status code.
         reason: An `ErrorReason` without its prefix.
-        details: The messages after `ErrorInfo`.
-        message: The text for people.
     """
 
     code: str
@@ -86,7 +84,6 @@ async def refusal(call: Awaitable[object], name: str = "a call") -> Refusal:
     """Awaits a call that must be refused, and returns the refusal.
 
     Args:
-        call: The call.
         name: Name of the call, for the error message.
 
     Raises:

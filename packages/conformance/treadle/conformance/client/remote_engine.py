@@ -58,7 +58,6 @@ class RemoteEngine:
     """See the module docstring; created by `connect_engine`.
 
     Args:
-        stubs: Stubs of the server.
         health: Stub of its health service.
         info: Its first answer to GetServerInfo.
         parameters: The tensors that an update must bring, if known.

@@ -27,9 +27,7 @@ class SharedSegment:
 
     Args:
         update_id: The update whose bytes it will hold.
-        num_slots: Number of slots.
         slot_bytes: Size of a slot, rounded up to whole pages.
-        name: Name of the memfd.
         sealed: Whether it is sealed against shrinking, as the contract requires.
     """
 
@@ -70,9 +68,7 @@ class SharedSegment:
         """Writes parts of tensors into a slot, one after another, then zeros.
 
         Args:
-            slot: Index of the slot.
             data: Bytes of each announced tensor.
-            parts: The parts to write.
 
         Returns:
             The message that announces the bucket.
@@ -115,7 +111,6 @@ async def push_segment(
     """Sends buckets, each in the slot that has been free longest; returns the slots given back.
 
     Args:
-        weights: Stub of WeightSyncService.
         segment: The segment of the update.
         data: Bytes of each announced tensor.
         buckets: Parts of each bucket, none of them empty.

@@ -17,13 +17,7 @@ _SENDS_STREAM = (grpc.aio.StreamUnaryMultiCallable, grpc.aio.StreamStreamMultiCa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stubs:
-    """The stubs of a server; `Any`, because generated stubs have no types.
-
-    Attributes:
-        generation: Stub of GenerationService.
-        weights: Stub of WeightSyncService.
-        control: Stub of ServerService.
-    """
+    """The stubs of a server; `Any`, because generated stubs have no types."""
 
     generation: Any
     weights: Any

@@ -23,11 +23,7 @@ _VISION_MODELS: Any = AutoModelForImageTextToText
 
 
 class Reference:
-    """A checkpoint in transformers, in float32 on the CPU.
-
-    Args:
-        directory: A Hugging Face directory.
-    """
+    """A checkpoint in transformers, in float32 on the CPU."""
 
     def __init__(self, directory: Path) -> None:
         model = _MODELS.from_pretrained(directory, dtype=torch.float32, attn_implementation="sdpa")
@@ -76,9 +72,6 @@ class Reference:
 
         Args:
             prompt: Token ids of the prompt.
-            completion: The sampled token ids.
-            sampling: The sampling parameters.
-            slack: As of `distribution`.
         """
         ids = (*prompt, *completion)
         logits_TV = self.logits(ids[:-1], start=len(prompt) - 1)
@@ -98,8 +91,6 @@ class Reference:
         Args:
             before: The weights that sampled ``completion[:switched]``.
             prompt: Token ids of the prompt.
-            completion: All sampled token ids.
-            sampling: The sampling parameters.
             switched: Number of tokens sampled before the switch, at least 1. The last of them is
                 the first that the new weights process.
 
@@ -122,9 +113,6 @@ class VisionReference:
     """A vision model and its image processor, called as documented by transformers.
 
     Needs Pillow.
-
-    Args:
-        path: A Hugging Face directory.
     """
 
     def __init__(self, path: Path) -> None:
@@ -193,7 +181,6 @@ def distribution(
     """Returns the log-probs of all ids, ``[V]``; minus infinity for ids that a filter drops.
 
     Args:
-        logits_V: The model's logits.
         seen: Ids of the prompt and of the completion so far.
         sampling: Sampling parameters with a temperature above 0.
         slack: By how many nats a filter may misjudge an id and keep it. Above 0, only which ids are

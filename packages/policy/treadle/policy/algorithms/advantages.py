@@ -43,7 +43,6 @@ class Outcomes:
     """The rewards of a step's trajectories that ended well, with all that an estimator may use.
 
     Attributes:
-        rewards_N: Reward of each trajectory.
         groups_N: Number of each trajectory's group, from 0.
         trajectories_S: Number of each sample's trajectory, ascending.
         tokens_S: Number of sampled tokens of each sample.
@@ -76,13 +75,10 @@ class Outcomes:
         """Returns the arrays of lists with one entry per trajectory.
 
         Args:
-            rewards: Reward of each trajectory.
             groups: Group of each trajectory, by any name; members need not be adjacent.
             tokens: Number of sampled tokens of each sample of each trajectory. None: one sample
                 of one token each.
-            greedy: See the class.
             charges: What is subtracted at each sampled token, in the samples' order; None: nothing.
-            values: See the class.
 
         Raises:
             ValueError: Lengths differ, or a reward is not finite.
@@ -136,7 +132,6 @@ class PerToken:
     """Advantages that differ within a trajectory: one per sampled token, in the samples' order.
 
     Attributes:
-        values_T: The advantages.
         returns_T: What the critic is to estimate; None without a critic.
     """
 
@@ -155,7 +150,6 @@ def grpo(outcomes: Outcomes, *, norm_by_std: bool) -> Floats:
     mean is taken as 0 and the deviation as 1.
 
     Args:
-        outcomes: Of the step.
         norm_by_std: False leaves out the division: Dr. GRPO (arXiv:2503.20783), equation 3.
     """
 
@@ -202,7 +196,6 @@ def reinforce_plus_plus(outcomes: Outcomes, *, gamma: float) -> Floats | PerToke
     return of a token is the discounted sum of the rewards from it on, as in verl.
 
     Args:
-        outcomes: Of the step.
         gamma: At 1 all tokens of a trajectory have one advantage, and no number per token is kept,
             unless tokens are charged.
     """

@@ -41,7 +41,6 @@ class Named:
     """An estimator of this package.
 
     Attributes:
-        function: See `algorithms.advantages`.
         settings: Settings of `algorithm` that it takes as arguments.
         compares: Whether it compares the trajectories of a group, and so needs two of them.
         needs_greedy: Whether it needs a greedy trajectory of each row.
@@ -83,16 +82,7 @@ NAMED: Final[Mapping[str, Named]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundEstimator:
-    """An estimator with its settings.
-
-    Attributes:
-        name: As configured.
-        function: Takes the outcomes alone.
-        compares: See `Named`.
-        needs_greedy: See `Named`.
-        needs_values: See `Named`.
-        min_samples: See `Named`.
-    """
+    """An estimator with its settings."""
 
     name: str
     function: Estimator

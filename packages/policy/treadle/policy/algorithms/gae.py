@@ -20,11 +20,6 @@ def whitened_gae(outcomes: Outcomes, *, gamma: float, lam: float) -> PerToken:
     Groups are not compared.
     Whitened is (A - mean) / sqrt(variance + 1e-8), as in verl's `compute_gae_advantage_return`.
 
-    Args:
-        outcomes: With the critic's values.
-        gamma: See `gae`.
-        lam: See `gae`.
-
     Raises:
         ValueError: There are no values.
     """
@@ -69,11 +64,8 @@ def gae(
     numbers per sampled token.
 
     Args:
-        rewards_T: Reward of each token.
         values_T: The critic's value of each token's state.
-        mask_T: True for sampled tokens.
         lengths_S: Number of tokens of each sample.
-        gamma: Discount per sampled token.
         lam: Weight of later temporal differences; 1 is the return minus the value.
 
     Raises:

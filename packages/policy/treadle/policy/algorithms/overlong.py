@@ -15,7 +15,6 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer: int, factor: f
         num_tokens: After the prompt, sampled and observed.
         max_tokens: The longest response that is allowed.
         buffer: Length of the last stretch, in which the penalty grows.
-        factor: Greatest penalty.
     """
     over = num_tokens - (max_tokens - buffer)
     return -factor * min(max(over, 0) / buffer, 1.0)

@@ -42,7 +42,6 @@ class Charges:
     Attributes:
         of_tokens: [L] of each sequence, to subtract from the reward at each loss token; None:
             nothing is charged.
-        metrics: About them.
     """
 
     of_tokens: Sequence[NDArray[np.float64]] | None = None
@@ -75,7 +74,6 @@ def coefficient_after(config: RewardKlConfig, metrics: Mapping[str, float]) -> f
     number of sequences of the step.
 
     Args:
-        config: The settings.
         metrics: Of the step before; without its coefficient, the run's first step comes next.
     """
     if config.control == "fixed" or COEFFICIENT not in metrics:

@@ -24,7 +24,6 @@ def value_loss(
     Args:
         values_T: Of the critic being trained; carries the gradient.
         old_values_T: Of the critic before the batch.
-        returns_T: The targets.
         clip: How far a value may move in a batch, in units of the reward; None: any distance.
     """
     error_T = (values_T - returns_T) ** 2

@@ -32,7 +32,6 @@ class Capabilities:
     Attributes:
         parallel: The sizes of `policy.parallel` that may be above 1.
         other_reference: Whether the reference may be another model.
-        recompute: Whether it obeys `policy.recompute`.
         shared_prefixes: Whether it can compute what sequences have in common once.
     """
 
@@ -77,7 +76,6 @@ class MemoryEstimate:
     """Bytes of the rank that needs most.
 
     Attributes:
-        gradients: Their sums.
         reference: The copy of the starting weights, or another model; 0 without one.
         activations: Of the micro-batches under way, logits included.
         exchanged: The present weights' copy while the starting weights are in their place.
@@ -200,7 +198,6 @@ class BackendDescription(Protocol):
 
         Args:
             model: The parallel sizes divide it.
-            policy: Of the run.
             rows: Tokens of a micro-batch, over all context ranks.
             reference: Whether there is a reference.
             other_reference: The model that is the reference; None: the starting weights are.
@@ -222,8 +219,6 @@ def refusals(
     """Yields each setting that a backend cannot carry out for any model, and the fix.
 
     Args:
-        backend: `policy.backend`.
-        policy: Of the run.
         critic: Whether the algorithm needs a critic.
         other_reference: Whether the reference is another model.
     """

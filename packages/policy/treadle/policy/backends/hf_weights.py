@@ -84,7 +84,6 @@ def write_folder(
 
     Args:
         tensors: All weights, under their Hugging Face names, of one element type.
-        folder: Must not exist.
         like: A model folder whose `MODEL_FILES` are copied; the config gets the element type of
             the weights.
         shard_bytes: Maximum size of a file, unless one tensor is larger.

@@ -158,7 +158,6 @@ class PolicyGroup:
 
         Args:
             start_rank: Starts the process of a rank.
-            config: Of the policy.
             model_path: Directory of the model that training starts from.
             with_reference: Whether the ranks keep a reference.
             reference_path: Directory of the reference; None: it is the model that training starts
@@ -362,7 +361,6 @@ class PolicyGroup:
         """Sends each rank its request (None: nothing to do) and returns the responses.
 
         Args:
-            requests: By rank.
             shards: By rank: what of the batch is sent to it, once it is encoded.
         """
         assert not self._broken, "a broken policy group can only be closed"

@@ -41,11 +41,10 @@ class RankProgram:
     """How the process of a rank is started: `python -m treadle.policy.rank ARGUMENTS`.
 
     Attributes:
-        number: The rank, from 0.
+        number: Number of the rank, from 0.
         command: What takes the place of `python -m treadle.policy.rank`, in another environment;
             empty: nothing does.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
-        env: Additional environment variables.
     """
 
     number: int

@@ -66,8 +66,6 @@ def assign(
     others. Where prefixes are shared, neighbours in the order of their ids stay together.
 
     Args:
-        sequences: The batch.
-        num_shards: Number of data-parallel groups.
         mini_batches: Number of parts that optimizer steps are taken on.
         share_prefixes: "always", or "auto" for where it saves enough.
     """
@@ -99,7 +97,7 @@ class Shard:
 
     Attributes:
         head: Says where the arrays lie in the memory.
-        buffers: The memory, in order.
+        buffers: Pieces of memory, in the order of the arrays.
     """
 
     head: pb.Shard
@@ -138,10 +136,7 @@ def encode(
     """Yields the shards of a batch by number, each encoded when it is asked for.
 
     Args:
-        sequences: The batch.
         shards: The shard of each; see `assign`.
-        num_shards: How many there are.
-        batch: Its number.
     """
     bounds = [_runs(sequence) for sequence in sequences]
     of_all = {

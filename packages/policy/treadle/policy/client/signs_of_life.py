@@ -24,8 +24,6 @@ class Alive:
     """A sign of life.
 
     Attributes:
-        pid: Of the process.
-        node: Name of the machine.
         place: What the process executes, as `module:line, in function`.
     """
 

@@ -48,7 +48,6 @@ class TrainSequence:
     float32. The memory of `Tokens` is shared, so a sequence adds little more than its mask to it.
 
     Attributes:
-        ids: Token ids.
         loss_mask: True for tokens that the policy sampled and that are trained on.
         advantages: Advantage per token; one number if all tokens have the same.
         rollout_logprobs: As the rollout engine reported them when it sampled; None if no engine
@@ -224,7 +223,6 @@ class LossStats:
     """The result of one `forward_backward`; equal on every rank.
 
     Attributes:
-        loss: The aggregated loss.
         num_sequences: Number of sequences in the batch.
         num_computed: Sequences that went through the model; the others had no gradient to give.
         num_tokens: Tokens of the sequences that went through the model.
@@ -232,7 +230,6 @@ class LossStats:
             shared, more by the padding that sequence parallelism needs.
         num_loss_tokens: Tokens in the loss masks of all sequences, computed or not.
         num_micro_batches: Of the rank with the most.
-        time_s: Duration.
         metrics: Means over the loss tokens that were computed, by the name they are logged under;
             `moe/...` over all rows that were computed.
         tokens: Log-probability and entropy of each loss token, with `keep_tokens`.
@@ -284,9 +281,6 @@ class TensorSpec:
     """One weight as the rollout engine knows it, and the rank that sends it.
 
     Attributes:
-        name: Hugging Face name.
-        shape: Of the whole weight.
-        element_type: Of the policy's weights.
         sender: Global rank that sends what its `export_weights` yields.
     """
 

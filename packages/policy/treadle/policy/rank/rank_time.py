@@ -48,7 +48,7 @@ class RankTime:
     """See the module docstring.
 
     Args:
-        now: Returns seconds.
+        now: Returns the time in seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:

@@ -113,9 +113,7 @@ def measure_reference(
 
     Args:
         policy: This rank's part of it.
-        sequences: The batch.
         algorithm: Says which estimate of the KL is taken, and what the update will need.
-        temperature: That of sampling.
     """
     ours: list[FloatArray] = []
     if algorithm.old_logprobs == "policy":
@@ -156,7 +154,6 @@ def run_critic_update(
 
     Args:
         critic: This rank's part of it.
-        sequences: The batch, with returns.
         algorithm: Says how the batch is cut, and how the losses of tokens are added up.
         epochs: Number of passes over the batch.
         free_memory: Whether cached device memory is released at the end, for other processes.
@@ -276,7 +273,6 @@ def _token_values(
     """Returns the values of all loss tokens of the batch.
 
     Args:
-        policy: Has computed them.
         steps: Those of the first epoch have the values of their mini-batch each.
         measured: The batch with the policy's log-probabilities before the update, if there are any.
     """
@@ -312,8 +308,6 @@ def _of_all(
     """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
 
     Args:
-        policy: Knows the other ranks.
-        sequences: The batch.
         values: Of the loss tokens of each; nothing is read of an outline's.
     """
     own = [

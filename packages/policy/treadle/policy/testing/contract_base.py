@@ -41,7 +41,6 @@ class ContractBase:
     """Attributes of a backend's test class.
 
     Attributes:
-        backend: Its name.
         sizes: Settings of every tiny model that differ from those of `tiny.write_model`.
         models: The variants that are compared with transformers: model type and more settings.
         adapted: The model types whose adapters are merged.

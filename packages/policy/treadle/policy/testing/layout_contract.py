@@ -45,11 +45,7 @@ MODELS: Mapping[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model in a layout.
-
-    Attributes:
-        lengths: Of the sequences.
-    """
+    """A model in a layout."""
 
     model: str
     parallel: ParallelConfig

@@ -43,10 +43,8 @@ class RankTask:
     """What one process is told.
 
     Attributes:
-        rank: From 0.
-        num_ranks: Of the group.
+        rank: Counted from 0, without gaps.
         folder: Empty, shared by the ranks: for the files in which worlds meet.
-        argument: As given to `run_ranks`.
     """
 
     rank: int
@@ -60,7 +58,6 @@ def run_ranks(function: str, num_ranks: int, argument: Any) -> list[Any]:
 
     Args:
         function: "module:name", importable with this process's `sys.path`.
-        num_ranks: Number of processes.
         argument: Pickled and given to each.
 
     Returns:

@@ -60,7 +60,6 @@ class WeightSyncClient:
 
         Args:
             name: Of the server, for errors.
-            address: host:port.
             control_deadline_s: Maximum time for a call that changes or tells the state.
             commit_deadline_s: Maximum time for a call that waits for completions or for the engine.
             security: How the server is reached; None: in plain text.

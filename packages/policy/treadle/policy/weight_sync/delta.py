@@ -157,9 +157,8 @@ def encode(old: memoryview, new: memoryview, element_type: str) -> bytes | None:
     """Returns the changes from `old` to `new`; empty if there are none.
 
     Args:
-        old: [number of bytes].
+        old: Array of shape [number of bytes].
         new: [number of bytes], as long as `old`.
-        element_type: Element type of both.
 
     Returns:
         None if the weight has too many elements for positions of 32 bits.

@@ -43,12 +43,10 @@ class PublishReport:
     """The result of publishing one version.
 
     Attributes:
-        version: The weight version.
         num_bytes: Size of one copy of the weights.
         sent_bytes: Average bytes sent per server; fewer than `num_bytes` with deltas.
         served: Names of the servers that now sample from this version.
         failed: Server name -> cause, of the servers that do not.
-        time_s: Duration.
     """
 
     version: int

@@ -43,7 +43,6 @@ class Delta:
     """How a version differs from an earlier one, per weight in the order of the specs.
 
     Attributes:
-        base_version: The earlier version.
         encoded_bytes: Size of the encoded changes of each weight.
         crc32: CRC-32 of each whole weight.
     """
@@ -58,12 +57,9 @@ class UpdateRound:
     """One weight version in transit.
 
     Attributes:
-        version: The weight version.
         policy: The ranks that send it.
-        config: How it is sent.
         element_type: What the servers are sent.
         security: How the ranks speak to the servers.
-        specs: All weights.
         live: Server name -> server, of those that have not failed.
         update_id: Id of the update that the live servers have begun or will begin.
         failed: Server name -> cause, of those that have failed.

@@ -94,7 +94,6 @@ class ModelFacts:
     Attributes:
         problem: Why it cannot be read; "" if it can.
         num_elements: Number of elements of all weights.
-        has_tokenizer: Whether ``tokenizer.json`` exists.
         missing: Files in ``model.safetensors.index.json`` that do not exist.
     """
 
@@ -109,9 +108,7 @@ class Facts:
     """Everything that checks use.
 
     Attributes:
-        config: Configuration of the server.
-        python: Version, such as "3.11.7".
-        versions: Installed distribution -> version.
+        python: Version of the interpreter, such as "3.11.7".
         imports: Module -> "" if it can be imported, else the error.
         cuda_build: CUDA version of the torch build; None for the CPU build, or without torch.
         cuda_devices: Number of GPUs that torch can use; CUDA_VISIBLE_DEVICES may hide some.
@@ -127,7 +124,6 @@ class Facts:
         locked_bytes: Maximum memory that a process may lock; None means unlimited.
         infiniband: Whether the machine has InfiniBand devices.
         cpus: Number of processors for this process; a container's quota, rounded up.
-        omp_num_threads: The environment variable OMP_NUM_THREADS.
         memory_bytes: Free memory of the machine, within the container's limit; None if unknown.
     """
 

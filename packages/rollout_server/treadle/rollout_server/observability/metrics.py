@@ -48,7 +48,6 @@ class ReplicaCollector(Collector):
     """Collects the metrics of one replica on every scrape.
 
     Args:
-        replica: Provides the current state.
         stats: Provides the counts of completions and updates that ended.
     """
 
@@ -141,7 +140,6 @@ def serve_metrics(
 
     Args:
         collector: The metrics, in addition to those of the process (CPU time, memory, files).
-        address: Address to listen on.
         security: Its certificate and key, if set, enable HTTPS.
         token: Bearer token that callers must send; None admits all callers.
 

@@ -36,10 +36,6 @@ _MIXED = "loading: an update in place ended without its commit, another one must
 class EngineController:
     """Starts LOADING, without an engine.
 
-    Args:
-        config: Bounds of admission.
-        clock: Times retries and latency.
-
     Attributes:
         lifecycle: The state of the server now.
         admission: Number of calls that run and that wait.

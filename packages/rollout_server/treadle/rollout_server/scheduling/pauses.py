@@ -18,9 +18,8 @@ class Pause:
     """One pause.
 
     Attributes:
-        start: Clock seconds.
+        start: Time of the clock in seconds.
         stop: Clock seconds; None while it lasts.
-        next: The pause after it.
     """
 
     start: float
@@ -40,9 +39,6 @@ class Pause:
 
 class Pauses:
     """The pauses of one engine.
-
-    Args:
-        clock: Times them.
 
     Attributes:
         last: The latest pause; one of no length before the first.

@@ -42,8 +42,6 @@ def decode_begin(
     """Returns an update that the server can open, if its engine can.
 
     Args:
-        request: As received.
-        max_lease_s: Longest lease.
         num_workers: Number of the engine's workers.
         loopback_only: Whether a collective group must meet on this machine.
 

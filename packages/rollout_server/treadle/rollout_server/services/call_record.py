@@ -29,10 +29,7 @@ class CallRecord:
     """Times and counts one completion. A context manager: leaving it ends the completion.
 
     Args:
-        stats: Gets the counts.
-        pauses: The engine's.
-        now: Returns clock seconds.
-        trace: The call's span.
+        now: Returns the clock's time in seconds.
     """
 
     __slots__ = (

@@ -41,7 +41,6 @@ class Coalescer:
         send: Sends events that are ready together, at least one; called once at a time.
         max_tokens: Number of waiting tokens that starts a send.
         max_wait_s: Maximum time that a token waits.
-        clock: Times the wait.
     """
 
     def __init__(

@@ -35,7 +35,6 @@ class Numbers(TypedDict):
     """Numbers that the server adds to events.
 
     Attributes:
-        queue_s: Seconds in the queue.
         engine_s: Seconds in the engine so far.
         prefill_s: Those before the first token.
         paused_s: Those in which sampling was paused.
@@ -72,7 +71,6 @@ def split_report(event: EngineEvent, row_bytes: int) -> Iterator[EngineEvent]:
 
     Args:
         event: Any event. Of tokens with many routed experts the last part has the tokens.
-        row_bytes: See `ModelInfo.routed_row_bytes`.
     """
     if report_bytes([event]) <= MAX_REPORT_BYTES:
         yield event

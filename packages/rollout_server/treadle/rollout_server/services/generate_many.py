@@ -42,12 +42,7 @@ _MESSAGE_BYTES = 1 << 20
 
 
 class GenerateManyServicer:
-    """Serves the completions of `GenerationServicer`, many at a time.
-
-    Args:
-        servicer: Serves one.
-        lifecycle: Of the server.
-    """
+    """Serves the completions of `GenerationServicer`, many at a time."""
 
     def __init__(self, servicer: GenerationServicer, lifecycle: Lifecycle) -> None:
         self._servicer = servicer
@@ -210,7 +205,6 @@ class _Part:
     """A part of a completion that is to be sent.
 
     Attributes:
-        number: Of the completion.
         message: A serialized `GenerateResponse`; empty: none.
         status: How it ended; None before the end.
         written: Done when it has been written; None if nobody waits for that.

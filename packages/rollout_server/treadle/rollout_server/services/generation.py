@@ -46,8 +46,6 @@ class GenerationServicer:
     """Serves `Replica.generate`.
 
     Args:
-        replica: What it serves.
-        stats: Counts completions by outcome.
         sink: Where the spans of calls go whose callers record their traces.
     """
 

@@ -21,12 +21,7 @@ from treadle.rollout_server.updates import delta
 
 
 class ServerServicer(pb_grpc.ServerServiceServicer):
-    """Serves the replica's lifecycle.
-
-    Args:
-        replica: What it serves.
-        server_version: Version of this package.
-    """
+    """Serves the replica's lifecycle."""
 
     def __init__(self, replica: Replica, server_version: str) -> None:
         self._replica = replica

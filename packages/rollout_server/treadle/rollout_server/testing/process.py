@@ -35,7 +35,6 @@ class ServerProcess:
     """A server process and context manager; `address` is set after `wait_ready`.
 
     Args:
-        arguments: Command-line arguments.
         command: Program and leading arguments; see `engine_command`.
     """
 
@@ -118,7 +117,6 @@ def running_server(*arguments: str, command: Sequence[str] = HERE) -> Iterator[S
                 yield server
 
     Args:
-        arguments: Command-line arguments.
         command: Program and leading arguments; see `engine_command`.
 
     Raises:

@@ -36,7 +36,6 @@ class Delta:
     """How an update is encoded.
 
     Attributes:
-        base_version: Version of the base.
         encoded_bytes: Number of encoded bytes per tensor.
         crc32: Per tensor, after the change.
     """
@@ -63,12 +62,7 @@ def encoded_elements(spec: TensorSpec, encoded_bytes: int) -> int | None:
 
 
 class DeltaBase:
-    """Weights to which the next update may apply as a delta.
-
-    Args:
-        version: Version of the weights.
-        weights: All of them, complete.
-    """
+    """Weights to which the next update may apply as a delta."""
 
     def __init__(self, version: int, weights: Assembler) -> None:
         self.version = version

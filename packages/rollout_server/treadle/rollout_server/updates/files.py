@@ -90,7 +90,6 @@ def stage_files(
 
     Args:
         files: Of the tensors in `assembler`.
-        assembler: Empty.
         root: The only directory that may be read; None: no file may be read.
         filled: Called with the index of each tensor once it is written and checked.
         delta: How the tensors are encoded; None: they are not encoded.

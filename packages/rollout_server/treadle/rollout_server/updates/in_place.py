@@ -21,13 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 class InPlaceUpdate:
-    """Starts at once.
-
-    Args:
-        controller: Controls the engine.
-        current: Holds the update.
-        update: In place, and new.
-    """
+    """Starts at once."""
 
     def __init__(
         self, controller: EngineController, current: CurrentUpdate, update: WeightUpdate

@@ -29,7 +29,6 @@ class IncomingTensors:
     """See the module docstring.
 
     Args:
-        begin: What was announced.
         max_chunk_bytes: Maximum length of a chunk.
         split_tensors: Whether the engine takes parts of tensors in place.
 
@@ -128,9 +127,7 @@ class IncomingTensors:
         """Queues bytes that lie in memory of the sender, in place only; see `take_bucket`.
 
         Args:
-            tensor_index: Which tensor.
             offset: Offset of the data in it, which is the number of bytes received so far.
-            data: Not copied.
             place: Where the engine's workers find them.
             owner: Keeps `place` open; held until the engine has written the data.
         """

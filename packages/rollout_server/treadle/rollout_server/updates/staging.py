@@ -74,10 +74,9 @@ class Assembler:
         """Appends one chunk to its tensor.
 
         Args:
-            tensor_index: Which tensor.
             offset: Offset of the chunk's first byte, which is the number of bytes received so far.
-            crc32: zlib's CRC-32 of `data`.
-            data: At least one byte.
+            crc32: CRC-32 of `data`, as zlib computes it.
+            data: Holds at least one byte.
 
         Returns:
             Whether the tensor is whole now.
@@ -108,9 +107,8 @@ class Assembler:
         """Checks that bytes are the next ones of a tensor, for a transport that writes them itself.
 
         Args:
-            tensor_index: Which tensor.
             offset: Offset of the first byte, which is the number of bytes received so far.
-            length: At least one byte.
+            length: Holds at least one byte.
 
         Raises:
             InvalidField: There is no such tensor, or `length` is 0 or goes past its end.

@@ -47,7 +47,6 @@ class TensorQueue:
             tensor: A whole one, or a part.
             owner: Object that keeps the tensor's memory valid; held until the engine needs the
                 bytes no more.
-            done: Called then.
         """
         self._waiting.append(_Entry(tensor, owner, done))
         self._room.clear()

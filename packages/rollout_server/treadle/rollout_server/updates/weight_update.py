@@ -64,8 +64,6 @@ class WeightUpdate:
 
     Args:
         begin: What was announced; its tensors match the engine's.
-        incoming: Takes the bytes.
-        now: Start of the lease.
 
     Attributes:
         when_dropped: Called when the update ends without a commit.
@@ -162,7 +160,6 @@ class CurrentUpdate:
     """Room for one update at a time. See the module docstring.
 
     Args:
-        clock: Times the leases.
         max_chunk_bytes: Maximum length of a chunk.
     """
 
@@ -190,7 +187,6 @@ class CurrentUpdate:
         """Opens an update, or returns the one that `begin` repeats with its lease renewed.
 
         Args:
-            begin: What is announced.
             split_tensors: Whether the engine takes parts of tensors in place.
 
         Raises:

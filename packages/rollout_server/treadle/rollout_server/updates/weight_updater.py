@@ -41,16 +41,7 @@ _log = logging.getLogger(__name__)
 
 
 class WeightUpdater:
-    """See the module docstring.
-
-    Args:
-        controller: Controls the engine.
-        config: Bounds of updates.
-        clock: Times leases.
-
-    Attributes:
-        current: The transaction.
-    """
+    """See the module docstring."""
 
     def __init__(self, controller: EngineController, config: WeightsConfig, clock: Clock) -> None:
         self.current = CurrentUpdate(clock, max_chunk_bytes=config.max_chunk_bytes)

@@ -28,7 +28,6 @@ class ServerProcess:
 
     Args:
         command: Program and arguments; no shell.
-        url: Where it listens.
     """
 
     def __init__(self, command: Sequence[str], url: str) -> None:

@@ -26,7 +26,6 @@ class Settings:
     Attributes:
         library: Its key in the file, such as "textarena".
         name: The environment's name in its library.
-        values: The other keys.
         where: Names the file, or the name, in errors.
     """
 
@@ -125,8 +124,6 @@ def make_row(
     Args:
         settings: Go into `extra_info`, for the loop.
         loop: The agent loop of the row, as "module:Class".
-        prompt: Messages.
-        extra: What else `extra_info` has.
     """
     return {
         "data_source": f"{settings.library}/{settings.name}",

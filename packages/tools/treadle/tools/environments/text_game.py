@@ -28,8 +28,6 @@ class Step:
     """The answer of an environment.
 
     Attributes:
-        shown: Text for the model.
-        reward: Of this step.
         done: Whether the episode is over.
     """
 
@@ -61,8 +59,6 @@ async def play(task: AgentTask, services: Services, game: TextGame, *, seed: int
         task: Its messages but the last one, which the environment's first text replaces, begin the
             conversation.
         services: What the loop works with.
-        game: Closed at the end.
-        seed: Of the episode.
 
     Raises:
         RolloutError: The attempt failed.

@@ -36,9 +36,6 @@ VERL_CLASSES: Final[Mapping[str, str]] = MappingProxyType(
 def load_interactions(path: Path) -> Mapping[str, Interaction]:
     """Reads the interactions of a catalogue.
 
-    Args:
-        path: The YAML file.
-
     Returns:
         The name that rows give to the interaction, in the order of the file.
 

@@ -27,7 +27,6 @@ class Connections:
 
     Args:
         name: Of the server, for errors.
-        config: How it is reached.
     """
 
     def __init__(self, name: str, config: ServerConfig) -> None:
@@ -64,8 +63,6 @@ class Connection:
     """One trajectory's connection.
 
     Args:
-        name: Of the server.
-        config: How it is reached.
         task: The trajectory's; held, so that its identity stays its own.
     """
 

@@ -34,7 +34,6 @@ def discover(
     """Asks the servers for their tools, in a separate event loop.
 
     Args:
-        servers: By name.
         selected: Tools to take. Empty: all.
         rate_limit: Calls of these tools that run at a time, in one process; at least 1.
         timeout_s: Seconds for one answer. None: the loop's tool time limit.

@@ -32,11 +32,7 @@ class ServerConfig(BaseModel):
 
     Attributes:
         command: Started once per trajectory; it speaks the protocol over stdio.
-        args: Of the command.
-        env: Of the command.
-        cwd: Of the command.
         url: Of a server that speaks streamable HTTP.
-        headers: Sent with each request.
         auth_token: Sent as `Authorization: Bearer`; verl's key.
         type: What other programs' files say; it follows from `command` or `url`.
     """

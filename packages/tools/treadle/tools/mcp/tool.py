@@ -44,7 +44,6 @@ class McpTool:
 
     Attributes:
         spec: As the server describes it.
-        connections: To its server.
         places: Calls that run at a time; shared by the tools of one catalogue entry.
         timeout_s: Seconds for one answer. None: the loop's tool time limit.
     """

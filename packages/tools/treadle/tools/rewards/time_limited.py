@@ -24,7 +24,6 @@ class TimeLimitedReward:
 
     Args:
         make: Makes the reward in the separate process; picklable.
-        name: For errors and warnings.
         timeout_s: Seconds that one trajectory may take.
         timeout_score: What a trajectory that takes longer gets.
 

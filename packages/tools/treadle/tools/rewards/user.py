@@ -45,9 +45,6 @@ _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
 def load(reference: str) -> RewardFn:
     """Returns the reward function that `reference` names.
 
-    Args:
-        reference: "path/to/file.py:function" or "package.module:function".
-
     Raises:
         SetupError: The path is malformed, the file or module cannot be loaded, it has no
             such function, or the function takes other parameters than the two known signatures.

@@ -24,11 +24,7 @@ class SandboxError(ToolError):
 
 
 class SandboxBusyError(SandboxError):
-    """Every place and the queue are taken; the program was not begun.
-
-    Attributes:
-        retry_after_s: When to come again.
-    """
+    """Every place and the queue are taken; the program was not begun."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
@@ -55,9 +51,7 @@ class Program:
     """A program, and how it is run.
 
     Attributes:
-        code: The source.
         timeout_s: Wall-clock seconds, from its first instruction.
-        language: Of the code.
         memory_limit_mib: For it and its processes together. None: the sandbox's own limit.
         stdin: What it reads. None: nothing.
         files: Relative path to content; there before it begins.
@@ -85,12 +79,10 @@ class Execution:
     """The result of a program.
 
     Attributes:
-        status: How it ended.
         stdout: What it wrote, as UTF-8; bytes that are none become U+FFFD.
         stderr: Likewise; a limit that ended the program is named at its end.
         return_code: Its exit status, or minus the number of the signal that ended it. None when
             it timed out.
-        execution_s: Seconds it ran.
         queue_s: Seconds it waited for a free place before, as far as the sandbox says.
         files: Those of `Program.fetch_files` that exist.
         warm: Whether an interpreter with the libraries imported was waiting for it.

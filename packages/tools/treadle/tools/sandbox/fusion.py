@@ -43,7 +43,6 @@ class FusionSandbox:
     """Runs programs by `POST /run_code`.
 
     Args:
-        url: Of `/run_code`.
         pause_s: Unit of the pause before another attempt after a 504 or a lost connection.
 
     Raises:

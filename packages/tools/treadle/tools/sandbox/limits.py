@@ -38,7 +38,6 @@ class SandboxLimits:
         processes: Processes and threads at one time.
         disk_mib: Of files it may write; they are in memory. `/dev/shm` has 8 MiB more.
         entries: Files and directories it may make.
-        open_files: Descriptors of one process.
         output_kib: Of stdout, and as much of stderr.
         timeout_s: The longest `Program.timeout_s` that is accepted.
         nice: Added to the niceness of its processes.

@@ -51,10 +51,7 @@ class SandboxStats:
 
     Attributes:
         places: Programs that may run at one time.
-        running: That run.
         waiting: That wait for a place.
-        warm: Interpreters that are ready.
-        started: Programs begun so far.
         started_warm: Of them, in a warm interpreter.
         refused: Programs refused because the queue was full.
         failed: Programs of which nobody knows what came: the sandbox's fault.
@@ -79,11 +76,8 @@ class LocalSandbox:
     """Runs programs with bubblewrap.
 
     Args:
-        limits: Of each program.
         places: Programs at one time; None: two for each core that this process may use, since a
             program that starts waits as much as it computes.
-        queue: Programs that may wait.
-        warm: Interpreters kept ready.
         packages: Distributions that programs can import, with what those require.
         preload: Modules that a warm interpreter has imported; none need `packages`.
         cgroup: A directory of the cgroup file system for this sandbox alone, in which each program

@@ -166,9 +166,6 @@ class _Output:
 
     Args:
         tell_full: Called once, when a stream has more than `_OUTPUT_BYTES`.
-
-    Attributes:
-        is_full: Whether it was called.
     """
 
     def __init__(self, tell_full: Callable[[], object]) -> None:

@@ -50,9 +50,6 @@ def processes_in(namespace: str) -> list[str]:
 async def server_process(*arguments: str) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
     """Runs `python -m treadle.tools.sandbox` on a free port for as long as the block lasts.
 
-    Args:
-        arguments: Of its command line.
-
     Yields:
         The address of its `/run_code`, and the process.
 

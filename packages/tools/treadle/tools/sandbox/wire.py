@@ -38,12 +38,7 @@ _REQUEST_KEYS: Final = (
 
 
 class InvalidRequestError(Exception):
-    """A field of a request is missing, unknown or has a wrong value.
-
-    Attributes:
-        field: Its name.
-        reason: What is wrong.
-    """
+    """A field of a request is missing, unknown or has a wrong value."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -116,10 +111,6 @@ def encode_failure(message: str) -> dict[str, object]:
 
 def decode_response(body: object, *, warm: bool = False) -> Execution:
     """Returns the execution in an answer.
-
-    Args:
-        body: The JSON value.
-        warm: From elsewhere.
 
     Raises:
         SandboxError: It says that the sandbox failed, or is not such an answer.

@@ -34,14 +34,9 @@ class RetrievalService:
     """A retrieval service, reached over HTTP.
 
     Args:
-        url: Of its `retrieve` method.
-        timeout_s: For one answer.
         num_workers: Requests at a time, in one process.
         rate_limit: Requests at a time to this URL, over the processes of this host. None: no limit.
-        attempts: In all.
         patience_s: For all attempts, the waits between them and for a slot.
-        sleep: Waits between two attempts.
-        transport: Instead of the network's.
     """
 
     def __init__(

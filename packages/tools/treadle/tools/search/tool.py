@@ -52,7 +52,6 @@ class SearchTool:
     """Searches with a retrieval service or a local index.
 
     Args:
-        config: See the module.
         spec: What the model is told, if not `SPEC`.
 
     Raises:

@@ -28,7 +28,6 @@ class ChildSink(QueuedSink):
     """Writes spans with a service's client. Close it, or use it with `with` or `async with`.
 
     Args:
-        backend: mlflow, otlp or weave.
         settings: The arguments of its writer.
         environment: Variables of the process; with its PYTHONPATH it finds this package.
         log_path: Where everything goes that the client prints.

@@ -62,9 +62,6 @@ def ui_command(uri: str) -> str | None:
 class MlflowWriter:
     """Writes spans to MLflow; see `SpanWriter`.
 
-    Args:
-        project: The experiment.
-
     Raises:
         ValueError: See `tracking_uri`.
         MlflowException: The database or the server cannot be used.

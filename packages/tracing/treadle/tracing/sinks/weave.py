@@ -71,7 +71,6 @@ class WeaveWriter:
     """Writes whole traces to Weave; see `SpanWriter`. Their attributes are plain, as of `span_of`.
 
     Args:
-        project: As `PROJECT` or `ENTITY/PROJECT`.
         run_id: The run's id in wandb; None: the calls are linked to no run.
 
     Raises:

@@ -62,7 +62,7 @@ class _Run:
 
     Args:
         directory: Where the run writes, or wrote.
-        name: Unique among the runs.
+        name: A number that is unique among the runs.
     """
 
     def __init__(self, directory: Path, name: str) -> None:
@@ -83,7 +83,7 @@ class RunApp(App[None]):
     """Shows run directories until the user quits.
 
     Args:
-        directories: At least one.
+        directories: There is at least one, never none.
 
     Raises:
         NotARunError: A directory is none of a run.

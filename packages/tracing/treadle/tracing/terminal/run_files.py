@@ -21,7 +21,6 @@ class JsonLines:
     """A file of one JSON object per line.
 
     Attributes:
-        path: The file.
         lines: The objects that it held when it was read last.
         damaged: Number of lines that were left out.
     """

@@ -83,7 +83,6 @@ class Condition:
     """One condition.
 
     Attributes:
-        column: A key of `FILTER_COLUMNS`.
         operator: One that its kind knows.
         value: As it is compared; None: a missing one.
 

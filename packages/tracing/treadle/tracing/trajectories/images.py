@@ -29,7 +29,6 @@ def image_name(data: bytes, media_type: str) -> str:
 
     Args:
         data: The bytes of the image's file.
-        media_type: One of `IMAGE_TYPES`.
     """
     return hashlib.sha256(data).hexdigest() + _SUFFIXES[media_type]
 
@@ -38,8 +37,6 @@ def write_image(directory: Path, name: str, data: bytes) -> int:
     """Writes an image, unless it is there.
 
     Args:
-        directory: Of the trajectory files.
-        name: As `image_name` returns it.
         data: The bytes of the image's file.
 
     Returns:

@@ -149,11 +149,9 @@ class TrajectoryFiles:
         """Returns trajectories as an Arrow table.
 
         Args:
-            where: Which.
-            columns: Names of the schema.
             order_by: Columns, the first one first; -name for falling values. Missing values are
                 last. What is equal is in the order of `ORDER`.
-            limit: Maximum number; None: all.
+            limit: Maximum number of them; None: all.
             offset: Number of trajectories to skip before.
 
         Raises:
@@ -178,9 +176,8 @@ class TrajectoryFiles:
         """Returns all columns of one trajectory; None if no good file has it. Reads one file.
 
         Args:
-            step: 0 before training.
+            step: Number of the step, 0 before training.
             phase: As in the column `phase`.
-            task_id: Of its row.
             rollout_index: Among the samples of the row.
         """
         cursor = self._cursor()

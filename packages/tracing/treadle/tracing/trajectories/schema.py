@@ -49,7 +49,6 @@ class Column(NamedTuple):
 
     Attributes:
         name: In the files and in SQL.
-        type: Its Arrow type.
         nullable: Whether a value may be missing.
         doc: What it means, in one sentence.
     """

@@ -28,8 +28,6 @@ def write_run(
 
     Args:
         run_dir: Made if it is missing.
-        steps: Number of steps.
-        rows: Rows per step.
         samples: Trajectories per row of training; a row of validation has one.
         val_rows: Rows per validation; 0: there is none.
 

@@ -55,8 +55,6 @@ def write_file(
 
     Args:
         directory: Made if it is missing.
-        step: Number of the step.
-        phase: `train` or `val`.
         rows: By the names of `SCHEMA`; lists of numbers may be arrays, strings UTF-8, and `spans`
             `SpanColumns`. Other keys are an error.
         left_out: Number of trajectories of the step that are not among the rows.
@@ -100,10 +98,10 @@ class SpanColumns:
 
     Attributes:
         origins: [N], uint32: 0 is `prompt`, 1 `sampled`, 2 `observed`.
-        starts: [N], uint32.
-        stops: [N], uint32.
+        starts: Array of shape [N], uint32.
+        stops: Array of shape [N], uint32.
         versions: [N], uint32: weight versions plus one, or 0 for none.
-        text: UTF-8 of all spans.
+        text: The spans as one text in UTF-8.
         begins: [N + 1], uint32: where each begins in it, and the end.
     """
 
@@ -208,7 +206,6 @@ def remove_files_after(directory: Path, step: int | None) -> None:
     """Removes files of later steps, and what an interrupted write left.
 
     Args:
-        directory: May be missing.
         step: The last step that stays; None: no file stays.
 
     Raises:

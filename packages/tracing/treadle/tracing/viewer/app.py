@@ -238,12 +238,7 @@ class _LoopbackOnly:
 
 
 class _WithToken:
-    """Refuses requests without the token, and turns that of an address into a cookie.
-
-    Args:
-        app: Answers the others.
-        token: The token.
-    """
+    """Refuses requests without the token, and turns that of an address into a cookie."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

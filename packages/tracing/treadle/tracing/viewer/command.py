@@ -58,7 +58,7 @@ def serve(directories: list[Path], *, port: int | None, browser: bool, token: bo
     """Serves the page of some run directories until SIGINT or SIGTERM.
 
     Args:
-        directories: At least one.
+        directories: There is at least one, never none.
         port: 0 for a free one; None for the usual one, or a free one.
         browser: Whether to open the page.
         token: Whether a reader needs the token, which the printed address holds.

@@ -51,14 +51,7 @@ Span = Mapping[str, Any]
 def read_timeline(
     run_dir: Path, trajectories: TrajectoryFiles, step: int, phase: str
 ) -> dict[str, Any]:
-    """Returns the timeline of a step as plain data; times are seconds from its first span.
-
-    Args:
-        run_dir: The run's directory.
-        trajectories: Its trajectory files.
-        step: The step.
-        phase: `train` or `val`.
-    """
+    """Returns the timeline of a step as plain data; times are seconds from its first span."""
     where = Filter((Condition("step", "=", float(step)), Condition("phase", "=", phase)))
     rows = trajectories.query(where, columns=_COLUMNS)
     begins = [span["start_unix_ns"] for row in rows for span in row["trace"]]

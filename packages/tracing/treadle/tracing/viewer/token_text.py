@@ -30,9 +30,6 @@ def _byte_letters() -> dict[str, int]:
 class TokenText:
     """The vocabulary of a model directory.
 
-    Args:
-        path: Its `tokenizer.json`.
-
     Raises:
         OSError: The file cannot be read.
         ValueError: It has no vocabulary of pieces.

@@ -52,13 +52,6 @@ def list_page(
 ) -> dict[str, Any]:
     """Returns some of the trajectories that pass a filter, and how many do.
 
-    Args:
-        trajectories: The files.
-        where: The filter.
-        order_by: As for `TrajectoryFiles.query`.
-        limit: Maximum number.
-        offset: Number to skip before.
-
     Raises:
         UnknownColumnError: The order names no column.
     """

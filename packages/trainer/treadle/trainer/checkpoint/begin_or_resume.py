@@ -113,8 +113,6 @@ def find_resume_point(
     """Returns where a run of this configuration begins or resumes in the directory.
 
     Args:
-        directory: Of the run.
-        checkpoints: Those in it.
         config: Of the run as it would begin or resume.
         contents: Whether to read the files of the checkpoint once, to compare them with its
             manifest; else only their sizes are compared.

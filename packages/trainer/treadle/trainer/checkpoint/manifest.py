@@ -93,7 +93,6 @@ def check_manifest(directory: Path, *, parts: Collection[str], contents: bool = 
     """Compares files with the manifest.
 
     Args:
-        directory: Of the checkpoint.
         parts: Names of files and folders of the directory; others are not looked at.
         contents: Whether to read each of them once, to compare its checksum too.
 

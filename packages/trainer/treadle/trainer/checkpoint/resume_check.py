@@ -43,7 +43,6 @@ class Changes:
 
     Attributes:
         breaking: Settings that would make it another run.
-        allowed: All other settings.
     """
 
     breaking: Sequence[str]

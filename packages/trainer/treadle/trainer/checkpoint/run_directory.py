@@ -75,12 +75,9 @@ class Checkpoint:
     """A checkpoint whose files were compared with its manifest.
 
     Attributes:
-        step: Number of steps trained.
-        policy_directory: The policy's tensors.
         critic_directory: The critic's tensors, if there is a critic.
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         config_file: The configuration of the run as it was then; None if the checkpoint has none.
-        metrics: The metrics of `step`.
         groups: Of a schedule that samples beside training: the groups that were begun and not
             trained on, and which is next. None: of the synchronous one.
         checked_bytes: Size of the files that were compared; None for a checkpoint of release 0.1,
@@ -254,8 +251,6 @@ class Checkpoints:
         """Returns the checkpoint of a step; what is to be read was compared with the manifest.
 
         Args:
-            step: Number of steps trained.
-            to: What it is for.
             contents: Whether to compare the contents of the files too, not only their sizes.
 
         Raises:
@@ -316,11 +311,6 @@ class Checkpoints:
     ) -> None:
         """Writes the checkpoint of `step`, all of it at once, and makes it the latest.
 
-        Args:
-            step: Number of steps trained.
-            metrics: The metrics of `step`.
-            write: See `write_model`.
-
         Raises:
             RunDirectoryError: See `write_model`.
         """
@@ -331,7 +321,6 @@ class Checkpoints:
         """Writes the model of a checkpoint, which exists when it is completed.
 
         Args:
-            step: Number of steps trained.
             write: Writes `policy` below the given directory, and `hf` if the checkpoint is to
                 hold the model as a Hugging Face directory. Both are read again for the manifest.
 
@@ -353,11 +342,6 @@ class Checkpoints:
         groups: Mapping[str, object] | None = None,
     ) -> None:
         """Adds the rest to the model of a checkpoint, and makes it the latest.
-
-        Args:
-            step: That of `write_model`.
-            metrics: The metrics of `step`.
-            groups: See `Checkpoint`.
 
         Raises:
             RunDirectoryError: See `write_model`.

@@ -27,11 +27,7 @@ def interrupted_text(run_dir: Path) -> str:
 
 
 class Interrupted(Exception):
-    """A signal ended the work.
-
-    Attributes:
-        number: Of the signal.
-    """
+    """A signal ended the work."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)

@@ -28,9 +28,7 @@ def write_rows(table: pa.Table, form: Literal["table", "json", "csv"], out: Text
     """Writes the rows.
 
     Args:
-        table: The rows.
         form: How. In a table, a cell has at most 60 characters.
-        out: Where to.
     """
     rows = _plain(table)
     if form == "json":

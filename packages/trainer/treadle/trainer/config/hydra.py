@@ -44,10 +44,6 @@ def named_file(directory: str | None, name: str | None) -> Path | None:
 def composed(content: Mapping[Any, Any], file: Path) -> list[Path | Mapping[Any, Any]]:
     """Returns what a file consists of, later ones winning: files, and its own settings.
 
-    Args:
-        content: Of the file.
-        file: Where it is.
-
     Raises:
         ConfigError: `defaults` lists something else than files.
     """

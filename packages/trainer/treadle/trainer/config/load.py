@@ -67,7 +67,6 @@ class MissingSettings(ConfigError):
     """Required settings are missing, and nothing else is wrong with the configuration.
 
     Attributes:
-        keys: Those that are missing.
         errors: What says so, for each.
     """
 

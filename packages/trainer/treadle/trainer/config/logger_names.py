@@ -17,7 +17,6 @@ class NamedLogger:
 
     Attributes:
         module: Of this package; its class is `Logger`.
-        library: What it imports.
     """
 
     module: str

@@ -27,7 +27,6 @@ class Devices:
     """GPUs of one node.
 
     Attributes:
-        node: Number of the node.
         indices: Of the GPUs, among those of the node that the run may use.
     """
 
@@ -40,7 +39,6 @@ class Topology:
     """The devices of all processes.
 
     Attributes:
-        nodes: Number of nodes.
         gpus_per_node: Number of GPUs of each.
         ranks: Of each policy rank, by its number.
         servers: Of each rollout server, by its number.
@@ -60,8 +58,6 @@ def make_topology(
     """Returns the topology of a run; None if GPUs are not assigned.
 
     Args:
-        launch: Where processes are started.
-        policy: Its parallel sizes count.
         rollout: None: the run has no servers.
 
     Raises:

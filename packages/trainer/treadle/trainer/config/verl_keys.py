@@ -597,7 +597,6 @@ def translate(
     """Returns the layer in our keys, and notes on what was accepted without effect.
 
     Args:
-        layer: The assignments as written.
         values: The values of all layers by key: the meaning of some of verl's keys depends on
             others, in any layer.
         problems: Gets a `ConfigError` for each of verl's keys that asks for an unsupported

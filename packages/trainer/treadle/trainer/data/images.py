@@ -53,9 +53,7 @@ def with_images(
     """Returns messages with the images of a row at their marks; see `row_messages`.
 
     Args:
-        messages: Without images.
         column: What the row has in the column; None: nothing.
-        name: Of the column.
 
     Raises:
         ValueError: See `row_messages`.

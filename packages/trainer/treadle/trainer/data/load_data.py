@@ -65,7 +65,6 @@ def load_reward(
     """Returns the reward of a run.
 
     Args:
-        config: The run's configuration.
         rows: All rows of the run.
         own: The user's objects beside the configuration.
         rules: Knows the loops that score their trajectories; None if they could not be loaded,
@@ -132,11 +131,8 @@ def check_ground_truth(
     """Rejects rows whose ground truth their reward of treadle.tools could not read.
 
     Args:
-        config: The run's configuration.
-        rows: Of the split.
         split: Names the rows in messages: "train" or "val".
         reward: As loaded; None if it could not be, which is another problem.
-        rules: As for `load_reward`.
 
     Raises:
         DataError: There is one such row, or several with one problem.

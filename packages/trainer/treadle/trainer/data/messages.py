@@ -53,8 +53,7 @@ def read_message(value: object, where: str, *, exact: bool, images: bool) -> Mes
 
     Args:
         value: As the row has it.
-        where: Names it, as "prompt[0]".
-        exact: See `Row.exact`.
+        where: Names the message in errors, as "prompt[0]".
         images: Whether the row has images that a part can stand for.
 
     Raises:

@@ -93,10 +93,7 @@ def make_prompts(
     """Decides the loop and messages of every row, and checks its length.
 
     Args:
-        rows: As returned by `read_rows`.
         split: Names the rows in task ids and messages: "train" or "val".
-        rules: What the configuration allows.
-        renderer: Renderer of the model.
 
     Raises:
         DataError: `check_rows` rejects a row; the template rejects a prompt; a prompt is too long
@@ -138,9 +135,7 @@ class PromptsInFiles(Sequence[Prompt]):
     """The prompts of rows that stay in their files: 16 bytes each, made when they are asked for.
 
     Args:
-        rows: Of the split.
         split: As of `make_prompts`, as the next two.
-        rules: What the configuration allows.
         renderer: Renders again what has to be shortened again.
     """
 

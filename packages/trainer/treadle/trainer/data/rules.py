@@ -35,12 +35,10 @@ class PromptRules:
     """How rows become prompts.
 
     Attributes:
-        loops: The available loops.
         default_loop: The loop of rows without `agent_name`.
         max_prompt_tokens: Maximum length of the rendered prompt.
         overlong: What to do with a longer prompt.
         tools: By name; empty if no tools are configured.
-        interactions: By name.
         images: Whether rows may have images: if the model sees, or is not known.
     """
 
@@ -81,9 +79,7 @@ def check_row_loops(
     """Rejects rows whose loop does not exist or does not load.
 
     Args:
-        rows: As returned by `read_rows`.
         split: Names the rows in messages: "train" or "val".
-        loops: The available loops.
         default_loop: The loop of rows without `agent_name`.
 
     Raises:
@@ -102,7 +98,6 @@ def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
     """Rejects rows that could not run as they, or the configuration, ask.
 
     Args:
-        rows: As returned by `read_rows`.
         split: Names the rows in messages: "train" or "val".
         rules: The available loops, tools and interactions.
 

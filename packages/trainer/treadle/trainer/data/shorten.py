@@ -30,7 +30,6 @@ def shorten(
     Args:
         messages: A prompt of more than `limit` tokens.
         side: Which part of its longest message is cut out.
-        limit: Maximum number of tokens.
         count: Number of tokens of a prompt when it is rendered.
     """
     longest = max(range(len(messages)), key=lambda index: len(messages[index].content))

@@ -59,7 +59,6 @@ def check_environment(
     """Runs the checks of this module; takes as long as importing torch.
 
     Args:
-        environ: The environment variables.
         num_gpus: Number of GPUs that the driver reports.
     """
     yield _python()

@@ -19,8 +19,6 @@ class Finding:
     """The result of one check.
 
     Attributes:
-        check: Name of the check.
-        level: Severity.
         value: The value that was found.
         cause: Why it is a problem; "" if it is not.
         fix: How to fix it; "" if there is nothing to fix.

@@ -31,7 +31,6 @@ def check_gpus(
     """Runs the checks of this module.
 
     Args:
-        gpus: Those of this machine.
         environ: The environment variables; processes of a run inherit them.
         interfaces: Directory with an entry for each network interface.
     """

@@ -32,11 +32,7 @@ _WITH_LIMIT = (
 
 
 def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Runs the checks of this module.
-
-    Args:
-        environ: The environment variables.
-    """
+    """Runs the checks of this module."""
     yield check_open_files(_OPEN_FILES)
     yield check_shared_memory()
     yield _memory()
@@ -67,11 +63,7 @@ def check_open_files(wanted: int) -> Finding:
 
 
 def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
-    """Checks the size of the shared memory.
-
-    Args:
-        path: Where it is mounted.
-    """
+    """Checks the size of the shared memory."""
     fix = "docker run --shm-size=32g --ipc=host; in Kubernetes an emptyDir with medium: Memory"
     try:
         status = os.statvfs(path)

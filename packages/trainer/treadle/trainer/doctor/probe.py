@@ -54,7 +54,6 @@ class Probed:
 
     Attributes:
         errors: Module -> "" if it can be imported, else the error.
-        places: Module -> its file.
         cuda_build: CUDA version of the torch build; None for a CPU build, or without torch.
         cuda_devices: Number of GPUs that torch can use.
         cuda_error: Why torch cannot use a GPU; "" if it can, or was not built for GPUs.
@@ -73,7 +72,6 @@ def probe(modules: Sequence[str], extra: Mapping[str, str] | None = None) -> Pro
     """Imports the modules in order; takes as long as that.
 
     Args:
-        modules: Names of modules.
         extra: Additional environment variables of the process.
     """
     try:

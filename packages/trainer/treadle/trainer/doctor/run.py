@@ -55,14 +55,7 @@ def check_settings(
     gpus: Sequence[Gpu],
     environ: Mapping[str, str] = os.environ,
 ) -> Iterator[Finding]:
-    """Checks the run of a command line of `treadle`.
-
-    Args:
-        files: Of `--config`.
-        overrides: Its `key=value` arguments.
-        gpus: Those of this machine.
-        environ: The environment variables.
-    """
+    """Checks the run of a command line of `treadle`."""
     missing: MissingSettings | None = None
     try:
         try:

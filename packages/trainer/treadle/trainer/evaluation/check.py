@@ -39,10 +39,8 @@ class CheckedEvaluation:
     """An evaluation that can be started.
 
     Attributes:
-        source: What is evaluated.
         given: The configuration as the user gave it.
         config: The same with `model.path` as a local directory.
-        out: Where everything is written.
         inputs: The user's files, read and checked; the rows are in `val`.
     """
 
@@ -57,8 +55,6 @@ def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvalua
     """Makes all checks; takes seconds, and longer for many rows.
 
     Args:
-        config: As `load_settings` gives it.
-        source: What is evaluated.
         out: Where everything is written; absent or empty.
 
     Raises:

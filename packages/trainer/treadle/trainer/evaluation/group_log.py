@@ -22,7 +22,6 @@ class GroupLog:
     """Collects trajectories into groups, and the spans of each.
 
     Args:
-        log: Where they are written.
         samples: Number of trajectories of a group.
         step: The step of the weights.
     """

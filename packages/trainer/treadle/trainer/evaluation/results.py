@@ -56,10 +56,6 @@ def make_results(
     """Returns the results of all trajectories.
 
     Args:
-        config: Of the evaluation.
-        source: What was evaluated.
-        trajectories: One per task.
-        servers: What sampled them.
         began: When the evaluation began, with its time zone.
     """
     rollout, run = config.rollout, config.run

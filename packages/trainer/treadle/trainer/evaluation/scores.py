@@ -51,10 +51,7 @@ class Scores:
 
     Attributes:
         data_source: Of the rows, or `ALL`.
-        rows: Number of rows.
-        samples: Number of trajectories.
         failed: Number of trajectories that failed.
-        reward: Mean reward.
         accuracy: Share of right answers, 0 to 1; None where the reward does not tell.
         pass_at: k -> probability, 0 to 1, that one of k samples is a right answer, for k = 1, 2, 4
             and so on up to the samples per row; empty where the reward does not tell.

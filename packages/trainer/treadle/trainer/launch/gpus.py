@@ -22,11 +22,6 @@ class Gpu:
 
     Attributes:
         index: Among those of the machine, as CUDA_VISIBLE_DEVICES may name it.
-        uuid: Another name for CUDA_VISIBLE_DEVICES.
-        name: The model.
-        memory_bytes: All of its memory.
-        free_bytes: What no process uses.
-        driver: Version of the driver.
     """
 
     index: str
@@ -87,7 +82,6 @@ def visible_devices(indices: Sequence[int], environment: Mapping[str, str]) -> d
 
     Args:
         indices: Of the GPUs, counted among those. Empty: the child sees what its parent does.
-        environment: Of the parent.
     """
     if not indices:
         return {}

@@ -111,9 +111,7 @@ class LocalProcess:
         """Starts nothing yet.
 
         Args:
-            spec: What to run.
             directory: Where the log and the ready file go.
-            executable: The interpreter.
             python_path: PYTHONPATH of the child; None: that of this process.
         """
         self.name = spec.name

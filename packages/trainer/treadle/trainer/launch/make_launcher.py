@@ -13,7 +13,6 @@ def make_launcher(config: AnyConfig, logs: Path) -> Launcher:
     """Returns the launcher that `launch.kind` names.
 
     Args:
-        config: The run's configuration.
         logs: Where the processes' logs go. Where Ray may place processes on several hosts, the
             certificates of the run are beside it, in `tls`.
     """

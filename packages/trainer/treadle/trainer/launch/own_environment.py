@@ -18,7 +18,6 @@ def check_command(key: str, command: Sequence[str]) -> None:
 
     Args:
         key: The setting that holds the command, for the message.
-        command: Program and leading arguments.
 
     Raises:
         ConfigError: It is not.

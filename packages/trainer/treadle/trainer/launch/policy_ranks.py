@@ -37,7 +37,6 @@ def rank_starter(
     """Returns how a policy group starts its ranks.
 
     Args:
-        launcher: Starts the processes.
         threads: Number of CPU threads of each rank.
         gpus: Number of GPUs that Ray reserves for each, where `devices` is empty.
         devices: GPUs of each rank, by its number; empty: they are not assigned.

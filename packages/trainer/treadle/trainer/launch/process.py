@@ -43,12 +43,10 @@ class ProcessSpec:
 
     Attributes:
         name: Unique in the run; names the log.
-        module: What to run.
         command: Program and leading arguments that start the module in another environment, in
             place of `python -m module`; it sees nothing of this interpreter's. Empty: this
             interpreter.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
-        env: Additional environment variables.
         devices: Its GPUs; None: GPUs are not assigned.
         gpus: Number of GPUs that Ray reserves, where they are not assigned.
         placement: Where Ray starts it, unless its GPUs say so: on any node, spread over the nodes,
@@ -93,11 +91,7 @@ class Process(Protocol):
         ...
 
     def describe_end(self, status: int) -> str:
-        """Returns how it ended, and on which node, for a message.
-
-        Args:
-            status: What `wait` returned.
-        """
+        """Returns how it ended, and on which node, for a message."""
         ...
 
     async def log_tail(self, lines: int = 20) -> str:

@@ -125,8 +125,6 @@ class _Keeper:
         """Checks the interpreter, and starts the process; returns the address of this node.
 
         Args:
-            spec: What to run.
-            directory: Where the log goes.
             host: Where the process listens; None: on the address of this node.
             files: What it needs here and nobody else may read, by path.
         """
@@ -259,7 +257,6 @@ class RayProcess:
         """Starts nothing yet.
 
         Args:
-            name: Of the process.
             actor: Starts it and watches it.
             log: Of the process, on its node.
         """
@@ -310,7 +307,6 @@ class RayProcess:
         """See `Process.stop`; ends the actor too.
 
         Args:
-            grace_s: As there.
             last: Whether the run ends, so that its certificates may go.
         """
         try:

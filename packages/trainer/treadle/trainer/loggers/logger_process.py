@@ -34,7 +34,6 @@ class LoggerProcess:
     """One logger, in a separate process.
 
     Args:
-        name: As in `run.loggers`.
         hello: What the process is told first; see `process.py`.
         log_path: Where everything goes that it prints.
         capacity: Records that may wait; later ones are lost.
@@ -103,7 +102,6 @@ class LoggerProcess:
         """Gives the last record, waits for the logger to finish, and ends the process.
 
         Args:
-            finish: The last record.
             deadline_s: Maximum time for all of it; then the process is killed.
         """
         if self._process is None:

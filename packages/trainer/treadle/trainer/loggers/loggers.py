@@ -63,9 +63,6 @@ async def open_loggers(
     """Gives the loggers of the configuration in this block, and tells them how it ended.
 
     Args:
-        config: Of the run.
-        run_dir: Of the run.
-        resumed_after: See `LoggedRun`.
         summary: Returns the numbers of the end.
     """
     names = [name for name in config.run.loggers if name not in ALWAYS]

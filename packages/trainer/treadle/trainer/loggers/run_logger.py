@@ -17,9 +17,6 @@ class LoggedRun:
 
     Attributes:
         id: Of the run directory: the same whenever the run is resumed.
-        project: `run.project`.
-        name: `run.name`.
-        directory: The run directory.
         config: The resolved configuration without its secrets, nested as in `config.json`.
         resumed_after: The last step that a resumed run keeps; -1: none; None: the run is new.
     """
@@ -37,8 +34,6 @@ class Table:
     """A table of one step.
 
     Attributes:
-        name: Such as `val/generations`.
-        columns: Their names.
         rows: One value per column: text, a number, or None.
     """
 

@@ -100,10 +100,8 @@ class CheckedRun:
 
     Attributes:
         config: As the user gave it.
-        run_dir: Where it writes.
         own: The user's objects beside the configuration.
         inputs: The user's files, read and checked.
-        plan: Of the run.
     """
 
     config: Config
@@ -124,7 +122,6 @@ def check_run(
     """Makes all checks; takes seconds, and longer for many rows.
 
     Args:
-        config: The run's configuration.
         run_dir: Where it would write; need not exist.
         own: The user's objects beside the configuration.
         plan_only: The process ends after this. torch is kept out of it

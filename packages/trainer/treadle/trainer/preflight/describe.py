@@ -63,9 +63,6 @@ def memory_line(
     """Returns the estimate for the plan, in words and in bytes.
 
     Args:
-        config: Of the run.
-        backend: Of the policy.
-        architecture: Of the model.
         num_trajectories: Of one update, over all data-parallel ranks.
         reference: Of the model that `algorithm.reference_path` names.
     """

@@ -22,7 +22,6 @@ class Block:
     """GPUs of a node, or the same of several nodes.
 
     Attributes:
-        nodes: Numbers of the nodes.
         gpus: Of the GPUs on each.
         ranks: Of the policy ranks on all of them, ascending.
         servers: Of the rollout servers, ascending; one on GPUs of two blocks is in both.
@@ -105,7 +104,6 @@ def aligned(table: Sequence[Block], last: Sequence[str]) -> Iterator[tuple[str, 
     """Yields the rows of a table in two columns, as the plan has them.
 
     Args:
-        table: The blocks.
         last: What follows in the row of each.
     """
     devices = max(len(block.devices) for block in table)

@@ -43,7 +43,6 @@ def check_gpus(config: AnyConfig, *, needed: bool) -> tuple[Gpu, ...]:
     """Returns the GPUs of this machine, if the run is to use some of them.
 
     Args:
-        config: The run's configuration.
         needed: Whether a machine without any is an error; a plan can be made there too.
 
     Raises:
@@ -101,11 +100,7 @@ def device_rows(
     """Yields (what, which) for the plan; nothing if GPUs are not assigned.
 
     Args:
-        config: The run's configuration.
-        architecture: Of its model.
-        memory: Of a policy rank.
         found: The GPUs of this machine.
-        cluster: What `ask_cluster` returned.
     """
     topology = make_topology(config.launch, config.policy, config.rollout)
     if topology is None:
@@ -135,11 +130,7 @@ def device_rows(
 
 
 def topology_rows(config: AnyConfig) -> Iterator[tuple[str, str]]:
-    """Yields the GPUs and the processes of each node; nothing if GPUs are not assigned.
-
-    Args:
-        config: The run's configuration.
-    """
+    """Yields the GPUs and the processes of each node; nothing if GPUs are not assigned."""
     rollout = config.rollout if isinstance(config, Config) else None
     topology = make_topology(config.launch, config.policy, rollout)
     if topology is None:
@@ -239,7 +230,6 @@ class _Need:
     """The need of a GPU of a block.
 
     Attributes:
-        text: For the table.
         lacking: Keys of `_ADVICE`, if it may not fit.
     """
 

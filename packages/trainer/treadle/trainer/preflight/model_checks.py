@@ -67,7 +67,6 @@ def check_config_file(folder: Path, model_types: Collection[str]) -> None:
     """Rejects a config.json that cannot be read; nothing else of the model can be used then.
 
     Args:
-        folder: Of the model.
         model_types: Those of `BackendDescription`; transformers may know less about others.
 
     Raises:
@@ -153,12 +152,6 @@ def check_reference(
     source: Path, policy: Path, parallel: ParallelConfig, backend: BackendDescription
 ) -> ModelShape:
     """Returns the architecture of the reference model, which must be able to score the policy.
-
-    Args:
-        source: `algorithm.reference_path`.
-        policy: The policy's model directory.
-        parallel: Of the policy.
-        backend: Computes both.
 
     Raises:
         SetupError: It is no model that the ranks can compute, or it has another tokenizer.

@@ -43,10 +43,8 @@ def convert(
     """Writes the files of a data set into a directory, one after another.
 
     Args:
-        data_set: What is converted.
         output: Made if it is missing; files of the same names are replaced.
         source: A copy of what was published; None: from the Hub.
-        file_format: Of the written files.
         limit: Maximum number of rows of each file; None: all.
 
     Raises:

@@ -19,7 +19,6 @@ class MakeRow(Protocol):
         """Returns the row.
 
         Args:
-            columns: As they are published.
             split: Name of the written file.
             index: Of the row in it.
 
@@ -34,10 +33,8 @@ class DataSet:
     """A published data set.
 
     Attributes:
-        summary: What it becomes.
         files: Name of a written file -> the published ones, on the Hub below hf://datasets/.
         required: Columns that every published row has.
-        make_row: Makes a row.
         once: Whether a row that is there again is left out.
         some: Whether a local copy may lack some of `files`.
     """

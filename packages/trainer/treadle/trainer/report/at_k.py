@@ -104,7 +104,6 @@ def expected_majority(
     Args:
         values: The score of each sample; that of an answer is the mean over its samples.
         answers: What each sample answered; None has no vote.
-        k: Number of draws.
         generator: Draws `DRAWS` times k samples.
     """
     voted = sorted({answer for answer in answers if answer is not None})

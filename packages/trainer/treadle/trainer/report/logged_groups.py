@@ -96,8 +96,6 @@ class LoggedGroups:
 
     Attributes:
         groups: The chosen ones, in the order of the log.
-        num_groups: In the log.
-        num_trajectories: In the log.
     """
 
     groups: tuple[LoggedGroup, ...] = ()

@@ -82,7 +82,6 @@ class MetricsLog:
     """Appends to `path`, which is created with its directory.
 
     Args:
-        path: The file.
         resume_after: Keep the lines up to and including this step, and remove later ones. None: a
             new run.
 

@@ -20,7 +20,6 @@ class NotesLog:
     """Appends to `path`, which is created with its directory.
 
     Args:
-        path: The file.
         resume_after: As for `MetricsLog`; None begins a new file.
     """
 

@@ -53,13 +53,7 @@ def prometheus_name(metric: str) -> str:
 
 
 class RunMetrics(Collector):
-    """The latest metrics, the phase and the alerts of a run, for Prometheus.
-
-    Args:
-        project: `run.project`.
-        name: `run.name`.
-        clock: Seconds since the epoch.
-    """
+    """The latest metrics, the phase and the alerts of a run, for Prometheus."""
 
     def __init__(self, *, project: str, name: str, clock: Callable[[], float] = time.time) -> None:
         self._run = {"project": project, "run": name}

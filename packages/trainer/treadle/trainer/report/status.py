@@ -37,7 +37,6 @@ class Status:
     Attributes:
         state: "killed" and "unknown" are never written: the trainer ended without a word, or it was
             of a version that wrote no state.
-        error: Why it failed.
         step: While it runs, the last step that has ended; None before.
         step_s: Then the seconds that a step is expected to take, without validation and checkpoint.
         ends_at: Then when the run is expected to end, as ISO 8601 in UTC.

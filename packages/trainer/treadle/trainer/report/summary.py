@@ -54,9 +54,6 @@ class Mismatch:
     """How far the servers' log-probabilities were from the policy's, in nats.
 
     Attributes:
-        mean: Of the steps' means.
-        p99: Of the worst step.
-        max: Of the worst token.
         kl: Mean of the steps' estimates of KL(servers || policy).
         stale: Share of the tokens, 0 to 1, in which older weights had a part; the others alone
             are in mean, p99 and max.
@@ -78,12 +75,10 @@ class Summary:
         window: Steps that the start and end of `reward` and `tool_rate` are the mean of.
         reward: Mean reward of the training trajectories.
         tool_rate: Share of the training trajectories, 0 to 1, that called a tool.
-        val_reward: First and last validation.
         val_accuracy: Share of right answers, 0 to 1, likewise; None where a validation has none.
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
         train_loss: Of supervised fine-tuning, in nats per token; the mean of `window` steps.
         val_loss: The same of the first and the last validation.
-        mismatch: Between servers and policy.
         servers_lost: Rollout servers that died or failed.
         servers_restarted: Those of them that were started again.
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.

@@ -47,7 +47,6 @@ class TrajectoryLog:
     """Appends to `path`, which is created with its directory.
 
     Args:
-        path: The file.
         decode: For the text of the token spans; None: spans carry no text.
         resume_after: As for `MetricsLog`; None begins a new file.
     """

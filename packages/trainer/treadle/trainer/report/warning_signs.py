@@ -25,7 +25,6 @@ class Alert:
     """An alert about a step.
 
     Attributes:
-        name: Of its rule.
         text: For people: what was measured, and what to do.
     """
 

@@ -34,7 +34,6 @@ class AttachedServer:
         """Connects to nothing yet.
 
         Args:
-            address: host:port.
             config: Says how the server is reached (`rollout.tls_*`, `rollout.token_file`).
         """
         self._address = address

@@ -48,13 +48,11 @@ class ContinuousRollout:
 
     Attributes:
         rollout: Has the servers, loops, limits and reward.
-        sampling: How completions are sampled.
         next_tasks: Returns tasks to run, or nothing if there is nothing to run now. It is asked
             again after `look_again`.
         on_end: Takes each trajectory, once for each task.
         version: Returns the weight version of the servers.
         routed_experts: Whether trajectories have the experts of their rows.
-        span_attributes: See `RolloutRunner`.
         troubled: Set while `recover` has something to do.
         idle_s: Seconds in which a slot was free and the source had nothing to run.
     """

@@ -33,7 +33,6 @@ def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False
     """Returns what the rows of a run may ask for.
 
     Args:
-        config: The run's configuration.
         own: The user's objects beside the configuration.
         images: Whether rows may have images.
 

@@ -48,7 +48,6 @@ class RunnerSettings:
     """The settings of some tasks that a configuration leaves open.
 
     Attributes:
-        sampling: How completions are sampled.
         min_weight_version: Oldest weights that may sample.
         routed_experts: Whether trajectories have the experts of their rows.
     """
@@ -72,14 +71,8 @@ def make_runner(
     """Returns a runner of this process.
 
     Args:
-        config: Of the run.
-        settings: Of the tasks.
-        generator: Samples the completions.
-        renderer: The model's chat format.
         rules: Have the loops, tools and interactions.
-        reward: Scores each trajectory.
         max_in_flight: Maximum number of tasks in flight.
-        span_attributes: See `RolloutRunner`.
     """
     return RolloutRunner(
         rules.loops,

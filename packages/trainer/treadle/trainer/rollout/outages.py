@@ -39,11 +39,6 @@ class OwnCodeError(OutageError):
 def check_own_code(trajectories: Sequence[Trajectory], *, step: int, limit: float | None) -> None:
     """Ends a run that would train on what a bug in a reward or a loop leaves.
 
-    Args:
-        trajectories: Of the step.
-        step: Its number.
-        limit: `agent.max_failed_share`.
-
     Raises:
         OwnCodeError: More than this share of them failed because of such a bug.
     """

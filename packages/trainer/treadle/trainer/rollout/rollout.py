@@ -102,11 +102,7 @@ class Rollout:
     """Runs tasks on the server pool.
 
     Attributes:
-        config: Of the run.
-        servers: Connected.
-        renderer: The model's chat format.
         rules: Have the loops, tools and interactions.
-        reward: Scores each trajectory.
         outages: What else trajectories need, and how it is.
         workers: Run the tasks, with their own loops, tools and rewards; None: this process does.
     """
@@ -135,7 +131,6 @@ class Rollout:
 
         Args:
             tasks: To run; no two have the same id and rollout index.
-            sampling: How completions are sampled.
             min_weight_version: Oldest weights that may sample.
             on_end: Called once for each trajectory, when it has ended.
             routed_experts: Whether trajectories have the experts of their rows.
@@ -193,9 +188,6 @@ class Rollout:
 
     def check_outages(self, ended: Sequence[Trajectory]) -> None:
         """Looks whether something is down that trajectories need.
-
-        Args:
-            ended: What `run` returned.
 
         Raises:
             OutageError: It is, and has never served or was given up.
@@ -282,9 +274,6 @@ class Rollout:
         """Runs the tasks; cancels those in flight and returns early when no server is alive.
 
         Args:
-            tasks: To run.
-            runner: Makes what runs them.
-            sink: Takes each trajectory.
             replacing: Whether dead servers are replaced, and others let in, meanwhile. The policy
                 must hold the present weights all the time, and nobody else call the servers.
 
@@ -344,8 +333,6 @@ class Rollout:
 
         Args:
             generator: Samples the completions, unless there are workers, which have their own.
-            settings: Of the tasks.
-            span_attributes: See `RolloutRunner`.
         """
         max_in_flight = self.config.rollout.max_in_flight * len(self.servers.live)
         if self.workers is not None:

@@ -37,11 +37,7 @@ _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
 class ServedReference:
-    """Asks the servers of a reference.
-
-    Args:
-        generator: Connected to the servers.
-    """
+    """Asks the servers of a reference."""
 
     def __init__(self, generator: GrpcTokenGenerator) -> None:
         self._generator = generator

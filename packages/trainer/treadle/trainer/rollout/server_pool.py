@@ -73,7 +73,6 @@ class Server:
 
     Attributes:
         name: Of the replica; the same after a restart.
-        address: host:port.
         process: The program; None: someone else's.
         client: For control calls and weights.
         ended: Done when the server has ended, with what became of it.
@@ -108,12 +107,9 @@ class ServerRow:
     """One server as `treadle servers list` shows it.
 
     Attributes:
-        name: In this run.
         address: host:port; empty where it is not known yet.
         state: starting, serving, draining or dead.
         version: Of its weights; None: not known.
-        sessions: Open ones there.
-        owner: run, or someone else.
         cause: Why it is dead; empty otherwise.
     """
 
@@ -163,8 +159,6 @@ class ServerPool:
         """Starts nothing yet.
 
         Args:
-            launcher: Starts the processes.
-            config: Of the run.
             publish: Gives the policy's weights to servers. None: they keep those of the model
                 directory, and `sync_weights` is not called.
             weights_directory: Where the files of the file transport are; None: there are none.
@@ -521,7 +515,6 @@ class ServerPool:
         It leaves at the next step after its last session has ended.
 
         Args:
-            which: Its name or address.
             now: Its sessions move to other servers with their next request.
 
         Raises:
@@ -663,7 +656,6 @@ class ServerPool:
         If all servers die, before or during the update, they are restarted and updated again.
 
         Args:
-            version: Of the weights.
             prepare: Called before each attempt, when the servers that take part are known.
 
         Raises:
@@ -788,7 +780,6 @@ class ServerPool:
         """Starts a server, or reaches one of someone else.
 
         Args:
-            name: Of the server.
             after: The process that was it and has ended. Others that it had started may live, and
                 hold the memory of its devices.
 

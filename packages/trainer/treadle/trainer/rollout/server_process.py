@@ -106,7 +106,6 @@ def server_spec(
     """Returns the process specification of one replica's server.
 
     Args:
-        config: The run's configuration.
         name: The name of the process.
         weights_directory: Where the files of the file transport are; None: no weights will come.
         traces: Directory of the file with the server's spans; None: it records none.

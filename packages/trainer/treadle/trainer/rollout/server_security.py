@@ -51,7 +51,6 @@ def with_own_secrets(config: Config, run_dir: Path, tls: RunTls | None) -> Itera
     yielded as it is.
 
     Args:
-        config: Of the run.
         run_dir: Exists; the token's file there can be read by the present user only.
         tls: The run's certificates, as the launcher has them. The token's file is then beside them,
             so that it comes to every node with them.

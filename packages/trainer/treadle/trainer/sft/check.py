@@ -52,8 +52,6 @@ class CheckedSft:
 
     Attributes:
         config: As the user gave it.
-        run_dir: Where it writes.
-        train: Training examples.
         val: Validation examples; None: it never validates.
         notes: Lines to print at start.
         policy_threads: CPU threads of one policy rank.
@@ -134,10 +132,7 @@ def check_sft(
     """Makes all checks; takes as long as rendering every conversation.
 
     Args:
-        config: The run's configuration.
         run_dir: Where it would write; need not exist.
-        keep_torch_out: See `transformers_without_torch`.
-        gpus_needed: See `check_gpus`.
 
     Raises:
         ConfigError: A setting cannot be carried out on this machine.

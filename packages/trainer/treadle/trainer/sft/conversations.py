@@ -58,8 +58,6 @@ def read_conversations(
     """Reads the conversations of all files, in order.
 
     Args:
-        paths: As of `read_rows`.
-        data: Names the columns.
         split: Names the rows in messages: "train" or "val".
         limit: Maximum number of rows. None: read all.
 

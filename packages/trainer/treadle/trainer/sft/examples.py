@@ -23,7 +23,6 @@ class ExampleSet:
 
     Attributes:
         examples: In the order of the conversations; at least one.
-        num_rewritten: Conversations with several sequences.
         notes: Lines to print at start.
     """
 
@@ -52,10 +51,7 @@ def make_examples(
     """Transcribes conversations, and applies `data.max_length` and `data.truncation`.
 
     Args:
-        conversations: From files.
-        data: Of the configuration.
         split: Names the rows in messages: "train" or "val".
-        renderer: Renderer of the model.
 
     Raises:
         DataError: The template refuses a conversation, one is too long and `data.truncation` is

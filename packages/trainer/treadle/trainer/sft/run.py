@@ -68,7 +68,6 @@ async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
     A run that began in the run's directory is resumed.
 
     Args:
-        run: From `check_sft`.
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:

@@ -47,7 +47,6 @@ def transcribe(renderer: ChatRenderer, demonstration: Demonstration) -> tuple[To
 
     Args:
         renderer: Renderer of the model to train.
-        demonstration: The conversation.
 
     Returns:
         One ledger, and one more for each turn before which the template rewrites history, in the
@@ -235,7 +234,6 @@ def train_sequences(
     """Returns ledgers as training input: advantage 1 on what the model said, 0 elsewhere.
 
     Args:
-        ledgers: Of one conversation.
         conversation: Its number in the batch, by which several ledgers count as one sequence in the
             loss; None will do for a single one.
     """

@@ -8,8 +8,6 @@ def score(data_source: str, solution_str: str, ground_truth: str) -> dict[str, f
 
     Args:
         data_source: The column of the row.
-        solution_str: The model's last message.
-        ground_truth: `reward_model.ground_truth` of the row.
 
     Returns:
         The reward as "score"; every other number is a metric, here `reward/answered`.

@@ -9,7 +9,6 @@ def busy_range(prefix: str, busy: Mapping[str, float]) -> dict[str, float]:
     """Returns the shares of the least and the most busy process, as metrics.
 
     Args:
-        prefix: "servers" or "policy".
         busy: Share of the step in which each process worked, by name; at least one.
     """
     shares = busy.values()

@@ -42,11 +42,7 @@ def rank_shares(
 
 
 def ranks_busy(reports: Sequence[Mapping[RankCause, float]]) -> dict[str, float]:
-    """Returns by name of each rank the share of the time in which it executed a command.
-
-    Args:
-        reports: See `rank_shares`.
-    """
+    """Returns by name of each rank the share of the time in which it executed a command."""
     return {
         f"policy-{number}": 1.0 - report["waiting"] / sum(report.values())
         for number, report in enumerate(reports)

@@ -73,7 +73,7 @@ class ServerShares:
         servers: Returns the servers of the rotation. A restarted one has a new client.
         dead: Returns the names of those that are dead, or start again.
         occupied_s: Returns by address for how long servers have had open sessions.
-        now: Returns seconds.
+        now: Returns the time in seconds.
 
     Attributes:
         busy: By name, the share of the time between the last two calls in which a server read
@@ -144,7 +144,6 @@ class ServerShares:
         """Returns what is known of a server; None if it gives no answer.
 
         Args:
-            server: Which one.
             occupied_s: For how long it has had open sessions.
             within_s: Time for an answer; None: that of the call itself.
         """

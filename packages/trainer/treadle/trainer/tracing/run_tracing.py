@@ -45,8 +45,6 @@ async def run_tracing(
     """Sends the spans of this block to the backends of the configuration.
 
     Args:
-        config: Of the run.
-        run_dir: Of the run.
         note: Tells the user a line.
     """
     if not config.tracing.backends:
@@ -83,9 +81,7 @@ def span_attributes(
     """Adds to all spans of a block which trajectories they are of, by verl's names.
 
     Args:
-        config: Of the run.
         tasks: What the trajectories will be of.
-        step: Of the run.
         validate: The trajectories are not trained on.
     """
     expect_traces(step, (task.sample_index for task in tasks), validate=validate)
@@ -96,8 +92,6 @@ def expect_traces(step: int, sample_indices: Iterable[int], *, validate: bool = 
     """Chooses which of the rows that begin now are traced, where the configuration asks for it.
 
     Args:
-        step: Of the spans.
-        sample_indices: Of the rows.
         validate: The trajectories are not trained on.
     """
     if (chosen := _filter.get()) is not None:

@@ -80,17 +80,7 @@ async def build_context(
     """Starts the processes, and restores the checkpoint.
 
     Args:
-        config: What to do.
-        inputs: The user's files.
         own: The user's objects beside the configuration.
-        plan: Of the configuration.
-        run_dir: Where everything is written.
-        resume: Where the run continues.
-        checkpoints: Where checkpoints are kept.
-        metrics_log: Of the run directory.
-        loggers: Of the run.
-        progress: What the user sees.
-        run_metrics: What Prometheus sees.
         report: What the user sees later.
 
     Raises:

@@ -94,7 +94,6 @@ class Sampled:
 
     Attributes:
         trajectories: One per task, in the order of the tasks.
-        spans: What was traced meanwhile.
     """
 
     trajectories: Sequence[Trajectory]
@@ -106,30 +105,15 @@ class TrainingContext:
     """A run in progress.
 
     Attributes:
-        config: The resolved configuration.
-        train: Training rows.
         val: Validation rows; may be empty.
         order: Which training rows each step uses.
-        estimator: Makes advantages of rewards.
-        total_steps: The last step's number.
-        policy: The policy ranks.
-        servers: The rollout servers.
         server_shares: Measures what their time goes to.
-        rollout: Samples trajectories on `servers`.
         reference: Rollout servers that hold the reference; None: the policy ranks do, or there is
             none.
         memory_offload: Lends the servers' memory to the policy; None: they keep it.
-        checkpoints: Where checkpoints are kept.
-        metrics_log: Of the run directory.
-        trajectory_log: Of the run directory.
-        trajectory_store: Of the run directory.
-        notes_log: Of the run directory.
-        alert_log: Of the run directory.
         watch: Finds the alerts in the metrics.
         decode: Token ids to text, special tokens included.
         loggers: Beside the files of the run directory.
-        progress: What the user sees.
-        run_metrics: What Prometheus sees.
         report: Of the run directory; rewritten after each validation and each checkpoint.
         on_step: Called after each step; None: nothing is.
         group_store: Groups that have ended and are not trained on yet.
@@ -516,8 +500,6 @@ class TrainingContext:
         """Makes the model that was saved a checkpoint, with the metrics of its step.
 
         Args:
-            step: That of `save_model`.
-            metrics: Of the step.
             groups: What a resume must know of groups that are sampled beside training.
         """
         with self.progress.phase("save"):
@@ -532,9 +514,7 @@ def group_tasks(
     """Returns the tasks of a group: `samples_per_prompt` of its row.
 
     Args:
-        config: Of the run.
         order: Which rows each batch has.
-        train: The training rows.
         number: Of the group, from 0 in the order of the data.
     """
     batch, place = number // order.batch_size + 1, number % order.batch_size

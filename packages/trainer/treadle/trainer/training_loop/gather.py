@@ -39,7 +39,6 @@ class _Greedy:
 
     Attributes:
         rewards: By the id of the row's tasks; without those that failed.
-        num_failed: How many failed.
     """
 
     rewards: Mapping[str, float]
@@ -51,10 +50,7 @@ class StepGroups:
     """The groups that were gathered for a step.
 
     Attributes:
-        groups: To train on.
         trajectories: Sampled in this step, in the order of their tasks.
-        spans: What was traced meanwhile.
-        metrics: Counts.
     """
 
     groups: Sequence[Group] = ()
@@ -73,7 +69,6 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
 
     Args:
         context: Its `surplus` and `batches` are read and replaced.
-        step: Number of the step.
         keep_surplus: Whether what is left goes to the next step.
 
     Returns:
@@ -137,7 +132,6 @@ def has_signal(group: Group, *, by: str) -> bool:
     """Returns whether the trajectories of a group that ended well differ.
 
     Args:
-        group: Any.
         by: "reward", or "accuracy" where every one of them has one. Players with rewards of their
             own differ by these.
     """
@@ -157,9 +151,7 @@ def note_failures(
     """Says how trajectories failed in groups that nothing is trained on.
 
     Args:
-        context: Takes the note.
         step: The note is about it.
-        groups: That are left out.
         num_lost: Number of those that are left out because of failures.
     """
     failed = [t for group in groups for t in group.trajectories if t.error is not None]

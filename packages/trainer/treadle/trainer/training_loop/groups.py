@@ -165,7 +165,6 @@ class Survivors:
         groups: All groups of the step.
         kept: Those that are trained on.
         sequences: Of the members of `kept`; their advantages are 0.
-        causes: See `StepBatch`.
     """
 
     groups: tuple[Group, ...]
@@ -246,7 +245,6 @@ def survivors_of(groups: Sequence[Group], estimator: FoundEstimator, *, version:
     """Returns what a step trains on, without advantages.
 
     Args:
-        groups: What the step sampled.
         estimator: Decides how many survivors a group needs.
         version: Of the policy's weights; tokens of older versions are marked stale.
 

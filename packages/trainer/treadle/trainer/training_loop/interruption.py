@@ -19,7 +19,6 @@ async def finished_first(work: Coroutine[Any, Any, T], *, say: Callable[[str], N
     A second cancellation ends the work at once.
 
     Args:
-        work: Ends by itself.
         say: Shows that it is waited for.
 
     Raises:

@@ -48,7 +48,6 @@ async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summar
     A run that began in the run's directory is resumed.
 
     Args:
-        run: From `check_run`.
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:

@@ -60,7 +60,6 @@ class TrajectoryStore:
     """Writes `trajectories/` of a run directory; a context that waits for the last file.
 
     Args:
-        run_dir: The run directory.
         decode: For the text of the token spans.
         max_bytes: The budget. The file that reaches it is still written whole.
         resume_after: As for `MetricsLog`: files of later steps are removed; None: all are.
@@ -97,7 +96,6 @@ class TrajectoryStore:
 
         Args:
             step: The step; 0 before training.
-            trajectories: All of it.
             phase: What they were sampled for.
             limit: Once the budget is spent, `choose` picks groups by it.
             spans: What was recorded while they were sampled.

@@ -64,10 +64,7 @@ def broken_policy(
     """Says which update broke the policy; later ones have no finite gradient.
 
     Args:
-        step: Of the run.
         stats: Of its update, which left something `broken`.
-        kept: The last good checkpoint.
-        lower: The setting to lower.
     """
     applied = [update for update in stats.steps if not update.skipped]
     last = applied[-1] if applied else stats.steps[-1]

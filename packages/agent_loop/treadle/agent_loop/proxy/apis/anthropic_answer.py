@@ -24,12 +24,7 @@ _ERRORS = {
 
 
 class AnthropicAnswer:
-    """Writes one answer; an `AnswerWriter`.
-
-    Args:
-        answer_id: Id of the answer.
-        model: Name of the model.
-    """
+    """Writes one answer; an `AnswerWriter`."""
 
     def __init__(self, *, answer_id: str, model: str) -> None:
         self.id = answer_id

@@ -50,7 +50,6 @@ def read_anthropic_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """Parses a request's body.
 
     Args:
-        body: JSON.
         allowed: Takes what is let pass.
 
     Raises:

@@ -22,11 +22,7 @@ class ChatAnswer:
     """Writes the answer to a chat completion; an `AnswerWriter`.
 
     Attributes:
-        id: Id of the completion.
-        created: Unix time, seconds.
-        model: Name of the model.
-        request: The request.
-        renderer: Decodes tokens.
+        created: Seconds since the Unix epoch.
     """
 
     id: str

@@ -87,7 +87,6 @@ def read_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """Parses a request's body.
 
     Args:
-        body: JSON.
         allowed: Takes what is let pass.
 
     Raises:

@@ -25,13 +25,11 @@ class AgentRequest:
     """A parsed request. None means not specified.
 
     Attributes:
-        messages: The conversation.
-        tools: Shown to the model.
         namespaces: Of tools that the request groups (Responses API), by the tool's name.
-        max_tokens: At least 1.
-        temperature: At least 0.
-        top_p: In (0, 1].
-        seed: At least 0.
+        max_tokens: A number of at least 1.
+        temperature: A number of at least 0.
+        top_p: A number in (0, 1].
+        seed: A number of at least 0.
         stop: Strings that end the completion.
         logprobs: Whether to return each token's log-probability.
         n: Number of answers; at least 1.
@@ -123,7 +121,6 @@ def read_tools(
     """Parses function tools.
 
     Args:
-        entries: With their places.
         read: Parses one of them, given its place.
 
     Raises:
@@ -148,7 +145,6 @@ def read_tool(
     """Parses name, description, schema and `strict` of a function.
 
     Args:
-        value: The function.
         place: Its place in the request.
         allowed: Takes `strict`, if it is let pass.
         schema: Under which name it has the JSON Schema of its arguments.
@@ -203,8 +199,6 @@ def constrained_choice(
     Args:
         choice: As the request has it.
         hint: What to do where it is refused.
-        allowed: Takes it.
-        tools: Those of the request.
         required: Whether the choice is that the model calls; else that it does not.
         name: The tool that the model is to call; None for any.
 
@@ -301,7 +295,6 @@ def response_schema(
     """Returns the schema of a response format, if it is to be enforced; else as `constraint`.
 
     Args:
-        form: The format.
         place: Its place in the request.
         problem: What is wrong with it where formats are refused.
         allowed: Takes what is let pass.
@@ -324,10 +317,8 @@ def single_call(allowed: Allowances, param: str, problem: str, *, tools: object)
     """Enforces that there is at most one call, or lets it pass.
 
     Args:
-        allowed: Takes it.
         param: Its place in the request.
         problem: What is wrong with it where it is refused.
-        tools: Those of the request.
 
     Raises:
         ApiError: It is refused.

@@ -19,11 +19,7 @@ class ResponsesAnswer:
     """Writes one answer; an `AnswerWriter`.
 
     Args:
-        answer_id: Id of the answer.
-        created: Unix time, seconds.
-        model: Name of the model.
-        request: The request.
-        renderer: Decodes tokens.
+        created: Seconds since the Unix epoch.
     """
 
     def __init__(

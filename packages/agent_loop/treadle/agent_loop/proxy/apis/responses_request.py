@@ -82,7 +82,6 @@ def read_responses_request(
     """Parses a request's body.
 
     Args:
-        body: JSON.
         allowed: Takes what is let pass.
         answered: The conversations up to earlier answers, by the answers' ids.
 

@@ -52,7 +52,6 @@ def read_token_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """Parses a request's body.
 
     Args:
-        body: JSON.
         allowed: Takes what is let pass.
 
     Raises:
@@ -105,12 +104,7 @@ def _ids(value: object, place: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenAnswer:
-    """Writes the answer; a `WholeAnswer`.
-
-    Attributes:
-        id: Id of the answer.
-        request: The request.
-    """
+    """Writes the answer; a `WholeAnswer`."""
 
     id: str
     request: AgentRequest

@@ -44,8 +44,6 @@ class RouterAdmin:
     """A connection to a router, for its owner. Close it with `aclose`.
 
     Args:
-        address: host:port of the router.
-        security: TLS and token.
         timeout_s: Maximum duration of one call, in seconds.
 
     Raises:

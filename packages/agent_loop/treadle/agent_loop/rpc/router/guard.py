@@ -35,8 +35,6 @@ class RouterFault(Exception):
     """An error of a call, with the content of its status.
 
     Attributes:
-        code: gRPC status code.
-        reason: Reason in errors.proto.
         retry_after_s: When to retry; None if a retry would not help.
         detail: A typed detail, if the reason has one.
     """

@@ -15,11 +15,7 @@ __all__ = ["Occupancy"]
 
 
 class Occupancy:
-    """See the module docstring.
-
-    Args:
-        clock: Times the sessions.
-    """
+    """See the module docstring."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -20,11 +20,7 @@ _Asked = tuple[pb.OpenSessionRequest, "asyncio.Future[pb.OpenSessionResponse | N
 
 
 class OpenTogether:
-    """Asks a router for the replicas of sessions.
-
-    Args:
-        call: OpenSessions, with its deadline.
-    """
+    """Asks a router for the replicas of sessions."""
 
     def __init__(
         self, call: Callable[[pb.OpenSessionsRequest], Awaitable[pb.OpenSessionsResponse]]

@@ -94,8 +94,6 @@ class RoutingServicer(pb_grpc.RoutingServiceServicer):
     """The gRPC methods of the routing service.
 
     Args:
-        queue: Assigns sessions to replicas.
-        config: The router's configuration.
         sink: Where the spans of calls go whose callers record their traces.
     """
 
@@ -267,7 +265,6 @@ async def serve_router(config: RouterConfig, *, clock: Clock | None = None) -> A
     """Runs a router while the block runs; yields its address.
 
     Args:
-        config: The configuration.
         clock: Times the leases; None means the event loop's clock.
 
     Raises:

@@ -74,9 +74,7 @@ class SessionQueue:
 
     Args:
         router: The policy; the queue becomes its owner.
-        clock: Times the leases.
         lease_s: See the invariants; None means that sessions stay open until they are finished.
-        stall_s: See the invariants.
 
     Attributes:
         occupancy: For how long each replica has had open sessions.
@@ -111,10 +109,6 @@ class SessionQueue:
         """See `Placement.open`.
 
         Args:
-            session_id: As there.
-            context_tokens: As there.
-            avoid: As there.
-            wait_s: As there.
             at: The replica that a session new to this queue used until now; None if none.
         """
         place = self._place(session_id, context_tokens=context_tokens, at=at, avoid=avoid)

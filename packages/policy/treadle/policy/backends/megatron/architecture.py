@@ -32,7 +32,6 @@ class Norms:
     """The files' names of a layer's norms: before and after attention and feed-forward part.
 
     Attributes:
-        before_attention: Of the layer's input.
         after_attention: Of the attention's output, before it is added; None: there is none.
         before_mlp: Of the feed-forward part's input.
         after_mlp: Of its output, before it is added; None: there is none.
@@ -54,7 +53,6 @@ class Blocks:
     """The form of the blocks of one model type; the defaults are Llama's.
 
     Attributes:
-        norms: Names of the norms.
         one_plus_norms: Whether a norm multiplies by 1 + weight, in float32, and not by the weight.
         qkv_bias: Whether queries, keys and values have biases; None: as `attention_bias` says.
         qk_norm: Whether queries and keys are normed, each head alone.

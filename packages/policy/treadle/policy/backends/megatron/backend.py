@@ -83,7 +83,6 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         """Joins the other ranks and loads the model.
 
         Args:
-            config: Parallel sizes, optimizer, memory.
             model_path: Hugging Face folder: config.json and safetensors.
             rendezvous: This rank's position; None for a policy of one process.
             keep_reference: Keep a frozen model for `reference_logprobs`.
@@ -349,8 +348,6 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         """Returns this data-parallel rank's share; may be empty.
 
         Args:
-            packer: Of the batch.
-            sequences: All of them.
             computed: Indices of those that go through the model.
             model: That they go through; None: the policy's, or one of its architecture.
         """

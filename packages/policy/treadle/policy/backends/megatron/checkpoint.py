@@ -78,9 +78,6 @@ class PolicyState:
         """Names the objects; their tensors are looked up when needed.
 
         Args:
-            model: This rank's part.
-            optimizer: Of its trained parameters.
-            architecture: Of the model.
             adapter: With LoRA what the adapter must fit, by the name that an error gives it.
         """
         self._model = model
@@ -173,8 +170,6 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
     Args:
         state: Of the policy or the critic.
         directory: Made by this call, on a file system that all ranks see.
-        step: Of the run.
-        world: The ranks.
 
     Raises:
         CheckpointError: `directory` exists, or some rank could not write; on every rank.
@@ -263,10 +258,7 @@ def save_hf(
 
     Args:
         mine: The tensors of this rank's stage.
-        specs: Of all stages.
         folder: Where to write; must not exist.
-        like: See `write_folder`.
-        w: This rank's position.
         beside: Writes more files into the folder that it is given.
 
     Raises:

@@ -41,8 +41,7 @@ def logprobs_and_entropy(
     Args:
         hidden_TH: Normed hidden states, the same on every rank of the group.
         head_VH: This rank's rows of the output layer.
-        targets_T: Ids in [0, vocab_size).
-        vocab_size: Real ids, without padding.
+        targets_T: Token ids, each in [0, vocab_size).
         group: The tensor-parallel group; None if this rank has the whole vocabulary.
         chunk: Most rows of logits to hold at a time.
         temperature: Above 0; the distribution is the softmax of logits / temperature.

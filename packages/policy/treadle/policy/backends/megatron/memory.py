@@ -75,7 +75,6 @@ def estimate_memory(
 
     Args:
         architecture: Of the model, which the parallel sizes divide.
-        policy: Parallel sizes, dtype, recomputation.
         rows: Tokens of a micro-batch, over all context ranks.
         loss_rows: Those of them that are trained on; None: all.
         reference: Whether there is a reference.

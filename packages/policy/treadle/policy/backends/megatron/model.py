@@ -157,7 +157,6 @@ class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
             ids_1P: Token ids; read by the first stage only.
             positions_P: Position of each row in its own sequence; [3, P] of a model that sees: in
                 time, height and width.
-            segments: Which rows belong together.
 
         Returns:
             [P, 1, H] hidden states: normed by the last stage, and whole there even under

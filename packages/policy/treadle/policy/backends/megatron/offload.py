@@ -123,7 +123,6 @@ def offload_of(
     Args:
         config: Which parts leave the device.
         net: The model in Megatron's gradient buffers.
-        optimizer: Of its parameters.
         reference: Finds the tensors of another model beside it.
     """
     buffers = [*net.buffers, *net.expert_parallel_buffers]

@@ -117,7 +117,6 @@ class Packer:
         Args:
             sequences: All sequences; slots are numbered in this order.
             weights: Weight of a loss token per sequence.
-            at: Device of the tensors.
             row_multiple: Sequence parallelism needs rows divisible by the tensor-parallel size, and
                 context parallelism equal blocks of rows.
             context: The context group; None if this rank has all rows.

@@ -63,9 +63,7 @@ class _Generation:
     """One group, as the driver knows it.
 
     Attributes:
-        name: Never used before.
         rendezvous: `host:port` of the store at which the members meet.
-        servers: Whose workers are members.
         senders: Ranks of the policy, [number of senders].
         num_workers: Workers per server, [number of servers].
     """
@@ -234,9 +232,7 @@ class CollectiveSender:
     to its end, since the other ranks are in it: a lost server costs an update, not the policy.
 
     Args:
-        rank: In the policy.
         host: The address of this machine at which servers reach it.
-        device: Where the weights are.
     """
 
     def __init__(self, *, rank: int, host: str, device: "torch.device") -> None:

@@ -94,7 +94,6 @@ class Membership:
     """One sender's membership in a group, from `join` to `leave`.
 
     Args:
-        group: The group.
         rank: This sender's rank in the group.
         device: Where "nccl" reads the bytes; "gloo" reads them from host memory.
         store: The store, if this process serves it.
@@ -158,7 +157,6 @@ class Membership:
         """Waits until the memory of a broadcast may be written again.
 
         Args:
-            work: The backend's handle.
             failing: The error message if it is not done in time.
 
         Raises:
@@ -274,7 +272,6 @@ class _WatchedStore(_DIST.Store):  # type: ignore[misc]
     """A store for gloo whose waits end when the group does.
 
     Args:
-        store: Holds the keys.
         check: Raises if the group has ended.
     """
 

@@ -99,10 +99,7 @@ class FileEntry:
     """One tensor in a file's header.
 
     Attributes:
-        name: Hugging Face name.
         dtype: safetensors' name of the element type.
-        shape: Of the tensor.
-        num_bytes: Of the tensor.
     """
 
     name: str
@@ -150,7 +147,6 @@ def write_file(
         request: Says where, and of which version.
         entries: All tensors of the file.
         parts: Their names and bytes, in the same order; run to the end.
-        rank: Names the file.
 
     Raises:
         OSError: The disk is full or the directory cannot be written; no file appears.

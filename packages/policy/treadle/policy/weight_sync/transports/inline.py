@@ -191,7 +191,6 @@ class _Stream:
         Args:
             index: Of the tensor in the announcement.
             offset: Of the chunk's first byte in the tensor.
-            part: The chunk's bytes.
             message: The whole chunk as a message.
         """
         held = self.target.received_bytes[index]
@@ -219,7 +218,7 @@ def chunk_message(index: int, offset: int, part: memoryview) -> bytes:
     Args:
         index: Of the tensor in the announcement.
         offset: Of the first byte in the tensor.
-        part: At least one byte.
+        part: Holds at least one byte.
     """
     scalars = pb.WeightChunk(tensor_index=index, offset=offset, crc32=zlib.crc32(part))
     head = scalars.SerializeToString() + _DATA_TAG + _varint(len(part))

@@ -405,8 +405,6 @@ def _copy_into(target: memoryview, tensor: "Tensor", element_type: str) -> None:
 
     Args:
         target: [number of bytes], writable, at least one.
-        tensor: On any device.
-        element_type: What to convert to.
     """
     import torch
 

@@ -36,7 +36,6 @@ def reject_unsupported(config: ServerConfig, engine: str, unsupported: Mapping[s
     """Rejects keys that the engine does not support and that differ from their default.
 
     Args:
-        config: The configuration.
         engine: Engine name, for the message.
         unsupported: Path of the key -> what to do instead.
 
@@ -55,7 +54,6 @@ def experts_are_reported(config: ServerConfig, model: ModelInfo, problems: Colle
     It does if it can, unless `EXPERTS_ARGUMENT` in `engine_args` is false.
 
     Args:
-        config: The configuration.
         model: The model that is served.
         problems: Settings with which the engine cannot report them.
 
@@ -83,7 +81,6 @@ def merge_arguments(
 
     Args:
         managed: Arguments that the server sets, by their names in the library.
-        given: `ServerConfig.engine_args`.
         known: All argument names of the library.
         argument_class: The library's argument class, for the message.
 

@@ -20,7 +20,6 @@ def checkpoint_parameters(directory: Path, dtype: str) -> tuple[TensorSpec, ...]
     """Returns the tensors that `Engine.load_weights` must receive.
 
     Args:
-        directory: Model directory.
         dtype: Element type of the weights in the engine.
 
     Raises:

@@ -72,7 +72,6 @@ class Membership:
     """The membership of one worker in a group, from `join` to `leave`.
 
     Args:
-        announced: The group.
         rank: Rank of this worker in the group.
         device: Device that "nccl" receives on; "gloo" always uses host memory.
     """
@@ -129,8 +128,6 @@ class Membership:
         """Waits until the bytes have arrived.
 
         Args:
-            work: Handle of the backend.
-            stop: Ends the wait.
             failing: Message if the deadline passes.
 
         Raises:
@@ -288,7 +285,6 @@ class _WatchedStore(_DIST.Store):  # type: ignore[misc]
     """A store for gloo whose waits end when the group ends.
 
     Args:
-        store: The underlying store.
         check: Raises if the group has ended.
     """
 

@@ -45,9 +45,8 @@ class SamplingBatch:
     """The sampling settings of a batch as tensors; rebuilt when the rows change.
 
     Args:
-        settings: ``[B]``.
-        seeds: ``[B]``, 64 bits each.
-        device: Device of the logits.
+        settings: Array of shape ``[B]``, by sequence.
+        seeds: Array of shape ``[B]``, 64 bits each.
     """
 
     def __init__(
@@ -79,7 +78,6 @@ class SamplingBatch:
         """Applies the repetition penalty and samples one token per row.
 
         Args:
-            logits_BV: float32; overwritten.
             histories: ``[B]``, ids before the new token, prompt first; the length is the
                 position that is hashed.
 
@@ -136,7 +134,6 @@ def logprobs_of(logits_RV: torch.Tensor, ids_R: Sequence[int]) -> tuple[float, .
 
     Args:
         logits_RV: float32, as the model computed them.
-        ids_R: The ids.
 
     Raises:
         FloatingPointError: The logits of a row are not finite.

@@ -55,10 +55,6 @@ def start() -> subprocess.Popen[bytes]:
 class Cleaner:
     """The names in a directory that belong to one server.
 
-    Args:
-        server: Process id.
-        directory: Where the names appear.
-
     Raises:
         OSError: The server has ended, or this kernel has no pidfd or no inotify.
     """

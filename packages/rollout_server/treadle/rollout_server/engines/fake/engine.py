@@ -97,9 +97,7 @@ class FakeEngine:
         model: The model that it claims to have.
         parameters: Tensors that `load_weights` requires; None accepts any.
         latency: Simulated latency; None means none.
-        max_running: Number of slots.
         fingerprint: Stands for the weights of version 0; see `model.fingerprint_of`.
-        clock: Clock of the latency.
     """
 
     def __init__(

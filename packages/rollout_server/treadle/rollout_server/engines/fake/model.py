@@ -94,10 +94,7 @@ def sample(
     """Samples the next token.
 
     Args:
-        candidates: Result of `logits`.
-        sampling: Sampling settings.
         seen: Ids of the prefix, which `repetition_penalty` penalises.
-        seed: Seed of the sequence.
         position: Index of the token in prompt plus completion.
 
     Returns:
@@ -133,11 +130,8 @@ def prompt_logprobs(
     """Returns the log-probabilities of a prompt's ids from position `first` on.
 
     Args:
-        token_ids: The prompt.
         images: Digests of its images by the position of their first placeholder.
-        fingerprint: See `fingerprint_of`.
-        vocab_size: See `logits`.
-        first: At least 1.
+        first: A number of at least 1.
     """
     found: list[float] = []
     prefix = Prefix()

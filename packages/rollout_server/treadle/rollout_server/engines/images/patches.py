@@ -30,7 +30,6 @@ class PatchCutter:
     """Normalises images and cuts them into patches.
 
     Args:
-        processor: An `ImageReader.processor`.
         device: Device on which to compute.
     """
 

@@ -75,7 +75,6 @@ class PlacedImage:
     Attributes:
         start: Index of the first placeholder id.
         grid: Number of rows and columns of placeholders.
-        image: The decoded image.
     """
 
     start: int

@@ -49,8 +49,6 @@ def server_arguments(
     """Returns the keywords of `ServerArgs`.
 
     Args:
-        config: The configuration.
-        model: The model in `config.model.path`.
         cpu: Whether SGLang computes on the CPU.
         known: The argument names of `ServerArgs`.
 
@@ -63,7 +61,7 @@ def server_arguments(
             if name.startswith(prefix):
                 raise ValueError(f"engine_args.{name} is not supported: {why}; leave it out")
     assert config.model.path is not None
-    _check_layers(config.model.path, model)
+    _check_experts(config.model.path, model)
     own = _managed_arguments(config, model, cpu=cpu)
     merged = merge_arguments(
         own, config.engine_args, known=known, argument_class="sglang's ServerArgs"
@@ -117,12 +115,20 @@ def kv_bytes_per_token(directory: Path, element_type: ElementType) -> int:
     return int(2 * layers * kv_heads * head_dim * element_type.size_bytes)
 
 
-def _check_layers(directory: Path, model: ModelInfo) -> None:
-    num_layers = json.loads((directory / "config.json").read_text()).get("num_hidden_layers")
-    if 0 < model.num_moe_layers < (num_layers or 0):
+def _check_experts(directory: Path, model: ModelInfo) -> None:
+    """Refuses a model with experts that SGLang would compute as another one."""
+    if not model.num_moe_layers:
+        return
+    config = json.loads((directory / "config.json").read_text())
+    problems = []
+    if model.num_moe_layers < (num_layers := config["num_hidden_layers"]):
+        problems.append(f"experts in {model.num_moe_layers} of {num_layers} layers")
+    if config.get("tie_word_embeddings"):
+        problems.append("a head that is tied to the embedding")
+    if problems:
         raise ValueError(
-            f"{directory} has experts in {model.num_moe_layers} of {num_layers} layers, but SGLang "
-            f"computes a {model.architecture} as if all had them: use the vllm or torch engine"
+            f"{directory} has {' and '.join(problems)}, which SGLang does not compute in a "
+            f"{model.architecture}: use the vllm or torch engine"
         )
 
 

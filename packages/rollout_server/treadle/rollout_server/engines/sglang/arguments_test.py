@@ -54,9 +54,11 @@ def test_experts_are_reported_where_sglang_can(path: Path) -> None:
         assert not reports_experts(config, MODEL)
 
 
-def test_a_model_with_dense_layers_between_is_refused(path: Path) -> None:
+def test_a_mixture_that_sglang_would_compute_otherwise_is_refused(path: Path) -> None:
+    (path / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
     config = ServerConfig(model=ModelConfig(path=path))
-    with pytest.raises(ValueError, match="has experts in 1 of 2 layers, but SGLang computes a"):
+    message = "has experts in 1 of 2 layers and a head that is tied to the embedding, which SGLang"
+    with pytest.raises(ValueError, match=message):
         server_arguments(config, replace(MODEL, num_moe_layers=1), cpu=True, known=KNOWN)
 
 

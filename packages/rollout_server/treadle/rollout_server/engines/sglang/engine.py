@@ -54,8 +54,6 @@ class SglangEngine:
     """An `Engine` over SGLang's schedulers. Created by `launch.create`.
 
     Args:
-        info: Description of the engine.
-        schedulers: A `process.Schedulers`.
         max_running: Maximum number of running sequences.
         host_cache: Whether the KV cache is in host memory.
         images: Reads the images of prompts; None for a text model.

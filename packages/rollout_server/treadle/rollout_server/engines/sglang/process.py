@@ -67,8 +67,6 @@ class Schedulers:
     """SGLang's scheduler processes, and messages to and from them.
 
     Args:
-        arguments: Keywords of `ServerArgs`.
-        setup: Prepares each process.
         thread: The thread that runs this constructor; ended by `aclose`.
         runtime_dir: Directory of SGLang's sockets; closed by `aclose`.
 

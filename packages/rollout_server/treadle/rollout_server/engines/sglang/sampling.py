@@ -38,10 +38,8 @@ class Row:
     """One sequence in a batch.
 
     Args:
-        settings: Result of `to_wire`.
         history: Ids so far, prompt first.
         vocab_size: Upper bound of token ids.
-        device: Device of the logits.
     """
 
     def __init__(

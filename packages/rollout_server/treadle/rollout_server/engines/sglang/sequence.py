@@ -50,7 +50,6 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
     """Returns SGLang's sampling parameters of a request: where it ends, and how we sample.
 
     Args:
-        request: The request.
         eos_token_ids: End-of-sequence ids of the model; SGLang itself does not know them.
     """
     sampling = request.sampling
@@ -106,7 +105,6 @@ class Sequence:
     """Reads the answers to one request.
 
     Attributes:
-        request: The request.
         rid: SGLang's id of the request.
         interrupted: Whether we interrupted it, so an abort by SGLang is expected.
     """

@@ -34,7 +34,6 @@ class WorkerError:
     """The failure of a command in a worker.
 
     Attributes:
-        cause: Human-readable cause.
         broken_group: Whether a collective group ended; the worker itself still works.
     """
 

@@ -57,7 +57,6 @@ def run(report: Callable[[BaseException], None], *arguments: Any) -> None:
 
     Args:
         report: Records the cause of a failure for the server.
-        arguments: Arguments of `run_scheduler_process`.
     """
     _patch_batch_info()
 

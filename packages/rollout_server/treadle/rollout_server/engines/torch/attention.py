@@ -96,7 +96,6 @@ class StepLayout:
         Args:
             cache: Cache with room for every span.
             spans: Spans of rows 0, 1, 2 and so on; each has at least one token.
-            queries_per_head: G.
             shared: Number of leading positions that are equal in all rows that have them.
         """
         device = cache.shape.device
@@ -221,9 +220,8 @@ def cached_attention(
         module: The attention layer; its `layer_idx` selects the cache layer.
         query: ``[1, H, T, D]``, rotated.
         key: ``[1, K, T, D]``, rotated.
-        value: ``[1, K, T, D]``.
+        value: Array of shape ``[1, K, T, D]``.
         attention_mask: None; the step has its own masks.
-        scaling: Factor of the scores.
         step: Cache row and position of each token.
         sliding_window: Number of positions that a query sees, its own included; None: all.
         softcap: c, where a score is c tanh(x / c) of the scaled product x; None: x.

@@ -71,7 +71,6 @@ class EngineCore:
     """See the module docstring.
 
     Args:
-        model: The model.
         max_num_seqs: Maximum number of sequences in one step.
         prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
         clock: Returns seconds; decides when tokens are emitted.

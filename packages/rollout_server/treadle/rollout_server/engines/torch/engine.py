@@ -96,7 +96,6 @@ class TorchEngine:
         """Loads a model and starts the compute thread.
 
         Args:
-            source: The model.
             max_num_seqs: Maximum number of sequences in one step.
             prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
             num_threads: CPU threads of a step; None means torch's default.

@@ -200,7 +200,7 @@ class CachedModel:
         """Runs a step.
 
         Args:
-            ids: ``[T]``.
+            ids: Array of shape ``[T]``, by token.
             step: The cache row and position of each id.
             wanted: ``[B]``, indices into `ids` whose logits are needed.
             vision_inputs: Positions and embeddings if a sequence of the step has images.

@@ -36,7 +36,6 @@ class Sequence:
         image_embeddings: Embeddings of images that are only partly read, by start index.
         started_at: When it got its row; seconds of the core's clock.
         prefill_s: Seconds from then to its first token; None before that.
-        ended: Whether no event follows.
         unsent_ids: Sampled ids that are not yet emitted.
         routed_experts: Experts of the first `num_cached` ids, as `Tokens.routed_experts`; empty
             for a model without experts.

@@ -24,7 +24,7 @@ class VisionInputs:
     """Model inputs of a step in which a sequence has images.
 
     Attributes:
-        positions: ``[3, T]``.
+        positions: Array of shape ``[3, T]``, by axis.
         embeddings: For each image, the index of the first id of the step that it replaces, and
             its embeddings ``[n, C]``.
     """
@@ -37,7 +37,6 @@ class VisionTower:
     """The part of a model that turns image patches into embeddings.
 
     Args:
-        tower: The module of transformers.
         processor: The model's image processor, which defines how patches are normalised.
         device: Device on which the tower runs.
 

@@ -56,10 +56,8 @@ def managed_arguments(
     """Returns the arguments of `AsyncEngineArgs` that the server sets.
 
     Args:
-        config: A configuration with `model.path`.
         context_length: Maximum number of tokens of prompt plus completion.
         on_cpu: Whether this build of vLLM computes on the CPU.
-        routed_experts: Result of `reports_experts`.
         vision: The `VisionSetup` of a model that takes images.
     """
     model = config.model

@@ -20,7 +20,6 @@ class DeviceMemory:
     """Releases and restores device memory of vLLM; see the module docstring.
 
     Args:
-        llm: A ``vllm.v1.engine.async_llm.AsyncLLM``.
         on_cpu: Whether it computes on the CPU.
     """
 

@@ -44,7 +44,6 @@ class _Report:
     """The experts of one step's rows.
 
     Args:
-        pending: vLLM's snapshot of them.
         sampled: For each request of the batch, whether the step samples a token for it.
         asking: The requests that ask for experts.
         layers: The layers that have experts.

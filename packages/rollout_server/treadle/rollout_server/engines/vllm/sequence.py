@@ -92,12 +92,7 @@ class VersionedState(Protocol):
 
 
 class Sequence:
-    """The state of one request in vLLM.
-
-    Args:
-        request: The request.
-        stats: Counts the sequence.
-    """
+    """The state of one request in vLLM."""
 
     def __init__(self, request: EngineRequest, stats: SequenceStats) -> None:
         self.request = request

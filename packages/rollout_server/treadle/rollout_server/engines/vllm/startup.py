@@ -36,7 +36,7 @@ class Library:
     """The installed vLLM.
 
     Attributes:
-        version: Version, such as ``0.32.0``.
+        version: Version of the library, such as ``0.32.0``.
         on_cpu: Whether this build computes on the CPU.
     """
 
@@ -118,8 +118,6 @@ async def start(
     On cancellation it ends the processes.
 
     Args:
-        config: The configuration.
-        library: Result of `load_library`.
         context_length: Maximum number of tokens of prompt plus completion.
         routed_experts: Whether outputs carry the experts that the model chose.
         sockets: Directory for vLLM's sockets, which vLLM does not remove.

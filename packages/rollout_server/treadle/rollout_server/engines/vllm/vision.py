@@ -112,7 +112,6 @@ def image_prompt(prompt: Sequence[int], images: Sequence[ImageInput], *, cache_s
 
     Args:
         prompt: The ids, with the placeholders of the images.
-        images: The images.
         cache_salt: Part of the keys under which vLLM caches prefixes and embeddings.
     """
     return mm_input(

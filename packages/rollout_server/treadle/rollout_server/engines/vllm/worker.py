@@ -103,9 +103,6 @@ class WorkerExtension:
     def treadle_receive(self, message: str) -> str:
         """Replaces all weights by the broadcasts of a group's senders.
 
-        Args:
-            message: Result of `encode_group`.
-
         Returns:
             Why the group ended before the update was complete; "" on success.
         """

@@ -59,8 +59,6 @@ class JudgementCache:
         """Keeps a judgement, and returns the one that is kept: the first of a key stays.
 
         Args:
-            key: Of the question.
-            text: The judgement.
             instead_of: A kept one that has no verdict, which goes.
 
         Raises:

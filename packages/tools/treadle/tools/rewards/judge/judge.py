@@ -49,10 +49,6 @@ class JudgeError(RewardError):
 class Judge:
     """A `RewardFn` that asks a language model. An async context manager: entered, then called.
 
-    Args:
-        rubric: What to ask.
-        model: Whom to ask.
-
     Raises:
         SetupError: The cache cannot be used.
     """

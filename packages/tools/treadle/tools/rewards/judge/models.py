@@ -57,7 +57,6 @@ class JudgeModel(Protocol):
         """Returns the model's answer.
 
         Args:
-            question: The user's message.
             max_requests: How often it may be sent, at least 1.
 
         Raises:

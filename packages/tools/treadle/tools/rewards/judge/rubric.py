@@ -29,8 +29,7 @@ class OpenAiAddress:
     """A model behind an OpenAI-compatible address.
 
     Attributes:
-        base_url: For example http://127.0.0.1:8000/v1.
-        name: The model's name there.
+        base_url: Base URL, for example http://127.0.0.1:8000/v1.
         api_key_variable: Environment variable that holds the key; None if no key is needed.
     """
 
@@ -44,7 +43,6 @@ class RolloutServers:
     """A model on rollout servers.
 
     Attributes:
-        addresses: host:port of each.
         path: Directory of the model's tokenizer and chat template.
         token_file: Holds the servers' token; None if they have none.
         root_certificates: PEM file; with it the connection uses TLS.
@@ -61,8 +59,6 @@ class Criterion:
     """One question to the judge.
 
     Attributes:
-        name: For metrics.
-        question: The text, with placeholders.
         verdicts: The answers that the judge chooses from, and the score of each.
         weight: Of its score among those of the other criteria; above 0.
     """
@@ -78,12 +74,10 @@ class Rubric:
     """A whole rubric.
 
     Attributes:
-        model: The judge.
-        criteria: At least one.
+        criteria: There is at least one, never none.
         system: The judge's system message; None for none.
         accuracy: Name of the criterion whose best verdict means a right answer; None if the rubric
             does not tell right from wrong.
-        temperature: Of the judge.
         max_tokens: Maximum length of a judgement, in tokens.
         timeout_s: Maximum duration of one attempt at a judgement.
         max_attempts: Requests for one judgement, counting answers without a verdict and, at an

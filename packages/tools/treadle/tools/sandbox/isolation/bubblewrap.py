@@ -83,9 +83,6 @@ class Launcher:
     """Makes the command lines of one bubblewrap; an async context, because root needs a stage.
 
     Args:
-        bubblewrap: The program.
-        files: What the sandboxes see.
-        limits: Of their disks.
         sandboxes: That there are at one time.
     """
 
@@ -142,7 +139,6 @@ class Launcher:
         """Returns a command that runs the interpreter with these arguments in a separate sandbox.
 
         Args:
-            arguments: Of the interpreter.
             user: Whom it runs as, outside.
             filter_fd: Where the system call filter can be read, once.
             info_fd: Gets the process id, outside, of process 1, inside.

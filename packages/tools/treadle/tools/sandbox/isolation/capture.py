@@ -22,11 +22,9 @@ class Capture:
 
     Args:
         descriptor: The end to read from; closed with the capture.
-        limit: Bytes that are kept.
         over: Is set when there are more.
 
     Attributes:
-        kept: Bytes so far.
         full: Whether there were more than the limit.
         ended: Whether the end of the pipe was seen.
     """

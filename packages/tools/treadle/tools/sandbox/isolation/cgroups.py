@@ -52,7 +52,6 @@ class Cgroup:
     """The cgroup of one program.
 
     Args:
-        path: Its directory.
         events: The file that counts the processes that the kernel ended.
     """
 

@@ -31,7 +31,6 @@ class HostFiles:
 
     Attributes:
         python: The interpreter, the same inside and outside.
-        binds: (outside, inside).
         links: (target, inside): the symbolic links of the root directory.
         covers: Directories below `binds` that are covered with empty ones.
         library_path: For the dynamic loader, where the interpreter is not the system's.

@@ -27,9 +27,6 @@ _MAPS: Final = (Path("/proc/self/uid_map"), Path("/proc/self/gid_map"))
 class Users:
     """Ids of users, and of groups of the same number, to be taken and given back.
 
-    Args:
-        number: Ids.
-
     Raises:
         SetupError: This user namespace has fewer to spare.
     """

@@ -127,10 +127,7 @@ class Worker:
         """Starts an interpreter and waits until it can take a program.
 
         Args:
-            launcher: Makes the command.
             filter_program: The system calls that are refused.
-            limits: Of the program.
-            preload: Modules imported before.
             cgroups: Where the program gets a cgroup; None: it has none.
 
         Raises:

@@ -40,8 +40,6 @@ def has_default(key: str, value: Any, values: Mapping[str, Any]) -> bool:
     """Returns whether a value is one of the defaults of a recorded key.
 
     Args:
-        key: One of verl's keys.
-        value: What the user gave.
         values: All that the user gave, by key.
     """
     return any(

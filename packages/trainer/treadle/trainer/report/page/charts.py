@@ -66,8 +66,6 @@ class Series:
     """One metric of a panel.
 
     Attributes:
-        name: Of the metric.
-        hue: In degrees.
         steps: Where it was measured; of an equal part, the last step.
         values: One per step, or the mean of a part.
         faint: Points of the values, as `x,y x,y`.
@@ -88,14 +86,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Panel:
-    """One picture.
-
-    Attributes:
-        title: Its heading.
-        series: What is drawn.
-        x_ticks: Position and text.
-        y_ticks: Position and text.
-    """
+    """One picture."""
 
     title: str
     series: tuple[Series, ...]
@@ -198,7 +189,6 @@ def _stacked_panel(
     """Returns a panel with a bar per step: the series on top of each other, the first at the foot.
 
     Args:
-        title: Its heading.
         measured: Name, steps and values; all of them have the same steps.
     """
     steps = measured[0][1]

@@ -105,14 +105,8 @@ def render_html(
     """Returns the report.
 
     Args:
-        title: Its heading.
-        run_dir: Named in the summary.
-        status: Shown at the top.
-        summary: Shown below it.
         records: The lines of the metrics log, for the curves and the table of steps.
-        logged: The trajectories to show.
         notes: What the run said about itself: (step, text).
-        config: The resolved configuration, nested.
     """
     from jinja2 import Environment, StrictUndefined
 

@@ -33,13 +33,7 @@ class LiveReport:
     def step_done(
         self, step: int, values: Record, *, busy: Mapping[str, float] | None = None
     ) -> None:
-        """Writes into `status.json` that a step has ended, and when the run will end.
-
-        Args:
-            step: Number of the step.
-            values: Its metrics.
-            busy: See `Status`.
-        """
+        """Writes into `status.json` that a step has ended, and when the run will end."""
         expected = None if self._pace is None else self._pace.step_done(step, values)
         try:
             write_status(self._run_dir, running(step, expected, busy))
@@ -72,7 +66,6 @@ async def live_report(
     """Gives the report of the run in this block, whose end it records; the caller has the lock.
 
     Args:
-        run_dir: The run directory.
         pace: Says when the run will end. None: nothing does.
         curves: Whether `curves.png` is drawn at the end.
     """

@@ -15,8 +15,6 @@ def print_summary(summary: Summary, run_dir: Path, *, console: Console | None = 
     """Prints what the run reached, where its time went, and where its files are.
 
     Args:
-        summary: Of the run.
-        run_dir: The run directory.
         console: Where to print. None: standard output.
     """
     from rich.box import SIMPLE_HEAD

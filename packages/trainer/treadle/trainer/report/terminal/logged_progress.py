@@ -17,7 +17,6 @@ class LoggedProgress:
     """A display whose notes and steps are logged too.
 
     Args:
-        display: What the user sees.
         total_steps: The last step of the run.
     """
 

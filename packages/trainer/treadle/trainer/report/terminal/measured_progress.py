@@ -13,12 +13,7 @@ __all__ = ["MeasuredProgress"]
 
 
 class MeasuredProgress:
-    """A display whose phases and steps are metrics of the run.
-
-    Args:
-        display: What the user sees.
-        metrics: What Prometheus sees.
-    """
+    """A display whose phases and steps are metrics of the run."""
 
     def __init__(self, display: Progress, metrics: RunMetrics) -> None:
         self._display = display

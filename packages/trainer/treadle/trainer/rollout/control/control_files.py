@@ -85,8 +85,6 @@ def ask(
     """Sends a request and waits for its last answer, or with `wait=False` for the first.
 
     Args:
-        run_dir: Of the run.
-        request: What to do.
         say: Shows an answer that is not the last.
         wait: Whether to wait for the last answer.
         claim_s: How long the driver may take to see the request.

@@ -77,7 +77,7 @@ class GivenTask:
     """One task for a worker.
 
     Attributes:
-        number: Unique in its run.
+        number: A number that is unique in its run.
         attributes: Plain values, for each of its spans.
     """
 
@@ -90,7 +90,6 @@ def pack_given(given: GivenTask, number: ImageNumbers) -> pb.GivenTask:
     """Returns a task for `read_given`.
 
     Args:
-        given: To send.
         number: Numbers the images of all tasks of the message.
 
     Raises:

@@ -73,7 +73,6 @@ def plain_json(value: object, what: str) -> bytes:
     """Returns the JSON of a value.
 
     Args:
-        value: To write.
         what: The value's name in an error.
 
     Raises:

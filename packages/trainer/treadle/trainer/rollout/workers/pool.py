@@ -104,9 +104,7 @@ class _Run:
     """One call of `run` in progress.
 
     Attributes:
-        begin: What workers are told.
         runner: The runner whose `run` this is.
-        sink: Takes its spans.
         held: Tasks that were taken and have not ended, by number.
         waiting: Numbers of held tasks that no worker has.
         ended: Number and trajectory of what the caller's sink has not taken yet; None: look whether
@@ -114,7 +112,6 @@ class _Run:
         rows: Number of held tasks by `task_id`.
         images: Images that trajectories show beside their task's, by `task_id` of held tasks, so
             that those of a group share them.
-        failure: What ends the run.
     """
 
     begin: pb.Begin
@@ -151,7 +148,6 @@ class LoopWorkers:
     """Starts the workers of a run, gives them tasks, and ends them.
 
     Args:
-        launcher: Starts the processes.
         config: Of the run, with the files that secure its servers.
         requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
@@ -265,7 +261,6 @@ class LoopWorkers:
         """Returns what runs tasks on the workers.
 
         Args:
-            settings: Of the tasks.
             max_in_flight: Maximum number of tasks in flight, over all workers.
             span_attributes: Gives attributes to all spans of a task; None: nothing.
         """
@@ -632,7 +627,6 @@ async def loop_workers(
     """Runs the loop workers of a run, and the router that they share, while the block runs.
 
     Args:
-        launcher: Starts the processes.
         config: Of the run, with the files that secure its servers.
         servers: What the router begins with.
         requirements: What the servers must offer.

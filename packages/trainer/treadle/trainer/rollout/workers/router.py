@@ -45,7 +45,6 @@ class RunRouter:
     """Starts the router, tells it of the servers, and replaces it when it dies.
 
     Args:
-        launcher: Starts the process.
         config: Of the run, with the files that secure its servers.
         on_lost: Called when the router is gone for good.
     """
@@ -216,7 +215,6 @@ class RunRouter:
 
         Args:
             address: Where it is to listen.
-            text: How it ended.
 
         Raises:
             RouterLostError: It may not be started again.

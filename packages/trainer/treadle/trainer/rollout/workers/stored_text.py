@@ -39,9 +39,7 @@ def stored_text(
     """Returns the text of a trajectory's row.
 
     Args:
-        trajectory: Of the row.
         decode: Token ids to text, special tokens included.
-        response_characters: Maximum length of `response`.
     """
     contents = zip(trajectory.messages, messages_content(trajectory.messages), strict=True)
     messages = [

@@ -120,7 +120,6 @@ class PackedMessages(MessageSource):
         packed: The others, and the text for the trajectory files if the worker has made it: a
             `Conversation`, compressed, since the text says most of what the messages say.
         images: Have the numbers in `packed`.
-        exchange: See `MessageSource`.
         shown: Numbers of the images that the messages show.
     """
 
@@ -184,7 +183,6 @@ def pack_task(task: AgentTask, number: Callable[[Image], int]) -> pb.AgentTask:
     """Returns a task for `read_task`.
 
     Args:
-        task: To send.
         number: Numbers the images of its messages.
 
     Raises:
@@ -206,7 +204,6 @@ def read_task(packed: pb.AgentTask, images: Sequence[Image]) -> AgentTask:
     """Returns the task that was packed.
 
     Args:
-        packed: What has come.
         images: Of its message, by their numbers.
     """
     return AgentTask(
@@ -226,7 +223,6 @@ def pack_trajectory(
     """Returns a trajectory for `read_trajectory`; one that failed where it cannot be packed.
 
     Args:
-        trajectory: To send.
         task: As it was given, which the reader has.
         text: What the trajectory files say of it; None: the driver makes that, if it needs it.
     """
@@ -286,7 +282,6 @@ def read_trajectory(
     """Returns the trajectory that was packed.
 
     Args:
-        packed: What has come.
         task: The task that the writer was given. The trajectory shows its images, not copies.
         known: Images of other trajectories of the row, which are used where this one shows them
             too. Gets the others of this one.

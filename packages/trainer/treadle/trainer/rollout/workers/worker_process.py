@@ -46,7 +46,6 @@ class LoopWorker:
     Attributes:
         name: The same after a restart.
         number: Tells it from the one that it replaced.
-        process: The program.
         stream: Its stream; None before it is connected.
         setup_done: Done when it is ready, or was refused; or lost.
         heard: How many messages it has sent.
@@ -114,11 +113,7 @@ async def start_worker(
     """Starts a worker; returns it when it is ready for tasks.
 
     Args:
-        launcher: Starts the process.
         settings: What the worker needs for all of its runs.
-        name: Of the worker.
-        number: Of the worker.
-        process_name: Names its log.
         access: How the run's workers are reached.
         on_message: Called with what it says once it is ready.
         on_end: Called when its stream ends, or the process does; so it may be called twice.

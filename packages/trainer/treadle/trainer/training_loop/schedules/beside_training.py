@@ -49,8 +49,6 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
     """Trains steps `first_step` to `context.total_steps`, while groups are sampled.
 
     Args:
-        context: Of the run.
-        rule: The schedule.
         first_step: Number of the first step.
 
     Raises:

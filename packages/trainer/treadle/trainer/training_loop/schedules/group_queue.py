@@ -31,9 +31,7 @@ class Waiting:
     """A group that has ended and waits to be trained on.
 
     Attributes:
-        number: Of the group.
         birth: Version of the weights when it was started.
-        group: Its trajectories.
     """
 
     number: int
@@ -88,12 +86,10 @@ class GroupQueue:
     """The groups of a run whose rollouts continue beside training.
 
     Attributes:
-        rule: The schedule.
         size: Number of groups that a step trains on.
         total_steps: Number of the last step; no group is started that no step would train on.
         version: Number of steps whose weights the servers have.
         next_number: Of the group to be started next.
-        running: Number -> birth.
         waiting: Number -> the group that has ended.
         training: Number of groups in the step that trains; 0: none does.
     """

@@ -105,7 +105,6 @@ class GroupStore:
 
         Args:
             number: Of the group that is started next.
-            but: Groups that wait.
         """
         for path in self._directory.glob("group-*"):
             written = int(path.name.removeprefix("group-"))

@@ -74,9 +74,6 @@ async def train_step(
     """Trains on the groups of a step, gives the servers the new weights, and logs the step.
 
     Args:
-        context: Of the run.
-        step: Number of the step.
-        found: What it trains on.
         timer: Has the time of the step so far.
         beside: The groups that are sampled meanwhile; None: none are.
 

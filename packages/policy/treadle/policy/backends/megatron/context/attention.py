@@ -51,10 +51,7 @@ class ContextSegments(TreeSegments):
         """Returns the attention of this rank.
 
         Args:
-            runs: Of the micro-batch.
             rows: Of each rank, from `rows_of_ranks`.
-            group: The context group.
-            at: Device of the tensors.
         """
         mine = rows[group.rank()]
         order = torch.tensor(list(chain.from_iterable(chain.from_iterable(rows))), device=at)

@@ -26,8 +26,6 @@ class LossTokens:
     """Which loss tokens this rank computes.
 
     Attributes:
-        group: The context group.
-        count: T.
         index_K: Which of the T are this rank's.
     """
 

@@ -28,7 +28,6 @@ def row_multiple(ranks: int, of_rank: int = 1) -> int:
     """Returns what the rows of a micro-batch must be a multiple of.
 
     Args:
-        ranks: Of the context group.
         of_rank: What the rows of each of them must be a multiple of.
     """
     return of_rank if ranks == 1 else ranks * math.lcm(BLOCKS_PER_RANK, of_rank)
@@ -39,7 +38,6 @@ def rows_of_ranks(positions: Sequence[int], ranks: int) -> list[list[range]]:
 
     Args:
         positions: Of all rows in their sequences; a multiple of `row_multiple` in number.
-        ranks: Of the context group.
     """
     count = ranks * BLOCKS_PER_RANK
     size, rest = divmod(len(positions), count)

@@ -57,7 +57,6 @@ class MegatronCritic(TrainedModel):
             policy: Of this rank; it plans the micro-batches.
             config: The critic's optimizer and loss.
             like: The policy's settings, of which it takes layout, precision and memory.
-            model_path: Hugging Face folder.
 
         Raises:
             FileNotFoundError: The folder is not a model folder.

@@ -38,8 +38,6 @@ class RoutedMicroBatches(MicroBatches):
         """Makes nothing yet.
 
         Args:
-            micro_batches: Of this data-parallel rank.
-            rows: Of the whole batch.
             num_blank: How many blank ones come last.
         """
         super().__init__(micro_batches.packer, micro_batches.parts)
@@ -59,12 +57,7 @@ class RoutedMicroBatches(MicroBatches):
 
 
 def prepare(micro_batches: MicroBatches, world: World) -> RoutedMicroBatches:
-    """Completes the micro-batches of this data-parallel rank, which may be none; collective.
-
-    Args:
-        micro_batches: Of this data-parallel rank.
-        world: This rank's position.
-    """
+    """Completes the micro-batches of this data-parallel rank, which may be none; collective."""
     rows, most = micro_batches.num_rows, len(micro_batches)
     if world.data > 1:
         group = parallel_state.get_data_parallel_group()

@@ -65,7 +65,6 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         """Called by Megatron; `normalised` is from the layer spec.
 
         Args:
-            config: Megatron's settings.
             normalised: Whether the weights of a token's experts add up to 1.
             **given: What this version of Megatron gives its own router besides.
         """
@@ -83,8 +82,7 @@ class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
         """Chooses the experts of each row.
 
         Args:
-            logits: [P, 1, E].
-            padding_mask: Unused; `told` knows.
+            logits: Array of shape [P, 1, E].
 
         Returns:
             [P, E] weights of the experts, 0 where not chosen, and [P, E] whether they are chosen.

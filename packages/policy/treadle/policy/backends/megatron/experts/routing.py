@@ -66,7 +66,6 @@ def replayed_indices(
 
     Args:
         rows: What is known of each sequence, and the positions of the rows that it brings.
-        architecture: Of the policy.
         padding: Number of rows at the end that belong to no sequence.
 
     Returns:

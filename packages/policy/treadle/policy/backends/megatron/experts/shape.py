@@ -21,9 +21,7 @@ class ExpertShape:
     """Sizes and variants of the layers with experts.
 
     Attributes:
-        number: Experts of a layer.
         per_token: How many of them a token goes to.
-        ffn_size: Columns of one expert.
         normalised: Whether the weights of a token's experts add up to 1.
         layers: Numbers of the layers with experts, the first layer of the model being 0; the
             others are dense.

@@ -138,7 +138,6 @@ class CollectedAdapter:
 
     Attributes:
         tensors: All of them under PEFT's names, on rank 0; empty elsewhere.
-        settings: What adapter_config.json says.
     """
 
     tensors: Mapping[str, Tensor]
@@ -170,10 +169,7 @@ def collect(
     """Brings the adapter to rank 0, which has room for it; collective.
 
     Args:
-        model: This rank's part.
         config: Rank, alpha and targets; the type of the tensors.
-        architecture: Of the model.
-        world: This rank's position.
         base: The model that the adapter is for.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)

@@ -56,8 +56,6 @@ class AdapterSpec:
     Attributes:
         outputs: Rows of each matrix that is fused in the layer, in order, over all ranks.
         targets: The matrices with an adapter.
-        rank: Of the adapters.
-        scaling: alpha / rank.
         blocks: Number of equal blocks, over all ranks, in which the rows of the matrices alternate
             (queries, keys and values: one per key-value head); None: one per rank.
     """
@@ -106,10 +104,8 @@ class Adapters(torch.nn.Module):
         """Creates the parameters.
 
         Args:
-            spec: Names and sizes.
             weight: Of the layer on this rank, for inputs, type and device.
             split: "A" if the ranks share the columns of A, "B" if they share the rows of B.
-            ranks: Tensor-parallel size.
             sequence_parallel: Whether each rank computes its rows of the sequence only.
         """
         super().__init__()

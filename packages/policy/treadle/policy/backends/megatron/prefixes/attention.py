@@ -271,13 +271,12 @@ def _backward(
 
     Args:
         grad: [N, A, S, D] of the joint output.
-        query: [N, A, S, D].
-        key: [N, B, K, D].
-        value: [N, B, K, D].
+        query: Array of shape [N, A, S, D].
+        key: Array of shape [N, B, K, D].
+        value: Array of shape [N, B, K, D].
         out: [N, A, S, D], of all pieces together.
         lse: [N, A, S], of all pieces together.
         causal: Whether a query sees the keys up to its own place only.
-        scale: Of the scores.
     """
     if query.device.type != "cpu":
         return plain_backward(grad, query, key, value, out, lse, causal, scale)

@@ -93,7 +93,6 @@ def shared(
     Only ids that go through the model count: those before a sequence's last loss token.
 
     Args:
-        sequences: Of the whole batch.
         computed: Indices of those that go through the model.
         mode: `policy.share_prefixes`. auto: only where it saves `MIN_SAVED_SHARE` of the tokens;
             the caller has found that it may help on this device (`mode_on`).
@@ -135,8 +134,6 @@ def micro_batches(
 
     Args:
         batch: All sequences that are computed.
-        num_shards: Number of data-parallel ranks.
-        shard: Which of them.
         max_tokens: Maximum number of rows in a micro-batch; a longer sequence is its own.
         at_least: Number of micro-batches to make if that makes the largest smaller: a pipeline of n
             stages idles with fewer than n.

@@ -21,7 +21,6 @@ def positions_of(length: int, images: Sequence[tuple[int, Grid]] = ()) -> NDArra
     """Returns the [3, L] positions of a sequence.
 
     Args:
-        length: Number of tokens.
         images: Place of the first placeholder and grid of each image, in the order of their places;
             all of them end within the sequence.
     """

@@ -53,10 +53,6 @@ class ImageReader:
     def __init__(self, folder: Path, shape: VisionShape) -> None:
         """Loads the image processor.
 
-        Args:
-            folder: Of the model.
-            shape: Of its tower.
-
         Raises:
             SetupError: There is no image processor, or it does not fit the tower.
         """

@@ -69,8 +69,6 @@ class ImagePacker:
         """Takes what all batches share.
 
         Args:
-            reader: Of the model's folder.
-            shape: Of its tower.
             has_tower: Whether this rank is of the first stage; the others need positions only.
         """
         self._reader, self._shape, self._has_tower = reader, shape, has_tower
@@ -106,7 +104,6 @@ class ImagePacker:
             sequences: In the order in which they are packed.
             own: The tokens of each that have rows.
             places: Row on this rank by packed row; None: all rows are on this rank.
-            at: Device of the tensors.
         """
         if not self._has_tower:
             return None

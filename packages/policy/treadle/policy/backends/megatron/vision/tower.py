@@ -55,8 +55,6 @@ class VisionTower(torch.nn.Module):
         """Builds it with random weights.
 
         Args:
-            shape: Its settings.
-            model_type: Of the whole model.
             config: Megatron's, of the language model.
             trained: Whether its weights have a gradient.
         """
@@ -80,7 +78,6 @@ class VisionTower(torch.nn.Module):
 
         Args:
             embedded_P1H: Rows of this rank, text.
-            images: Of those rows.
 
         Returns:
             The rows, and `images` with what the first layers add.
