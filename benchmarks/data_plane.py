@@ -25,6 +25,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -170,35 +171,55 @@ def measure(args: argparse.Namespace) -> Round:
         ranks.append(ours)
         processes.append(start(rank, theirs, access.token))
         theirs.close()
-    worker_addresses = [connection.recv() for connection in workers]
-    addresses = [connection.recv() for connection in ranks]
+    addresses = [connection.recv() for connection in workers]
+    rank_addresses = [connection.recv() for connection in ranks]
+    result = asyncio.run(move(access, addresses, rank_addresses, ranks, rows))
+    for process in processes:
+        process.join()
+    return result
+
+
+async def move(
+    access: DrivenAccess,
+    addresses: Sequence[str],
+    rank_addresses: Sequence[str],
+    ranks: Sequence[Connection[Any, Any]],
+    rows: int,
+) -> Round:
+    """Moves one batch; the connections to the workers are there before."""
     tasks = [task(row, sample) for row in range(rows) for sample in range(SAMPLES)]
-    before = memory("VmRSS")
-    began, began_cpu = time.perf_counter(), time.process_time()
-    trajectories, worker_bytes = asyncio.run(gather(access, worker_addresses, tasks))
-    gathered = time.perf_counter()
-    config = AlgorithmConfig()
-    batch = make_batch(groups_of(trajectories), find_estimator(config), version=1)
-    made = time.perf_counter()
-    held = memory("VmRSS") - before
-    sent = asyncio.run(send_all_shards(batch.sequences, access, addresses, ranks))
-    ended, ended_cpu = time.perf_counter(), time.process_time()
-    result = Round(
+    gathering = Gathering(tasks)
+    async with AsyncExitStack() as stack:
+        streams = [gathering.stream(access, address) for address in addresses]
+        for stream in streams:
+            stack.push_async_callback(stream.aclose)
+        for _ in streams:
+            await gathering.connected.get()
+        before = memory("VmRSS")
+        began, began_cpu = time.perf_counter(), time.process_time()
+        for stream in streams:
+            stream.send(pb.Command(end=pb.End()))
+        await gathering.all_here.wait()
+        gathered = time.perf_counter()
+        config = AlgorithmConfig()
+        batch = make_batch(groups_of(gathering.found), find_estimator(config), version=1)
+        made = time.perf_counter()
+        held = memory("VmRSS") - before
+        sent = await send_all_shards(batch.sequences, access, rank_addresses, ranks)
+        ended, ended_cpu = time.perf_counter(), time.process_time()
+    return Round(
         gather_s=gathered - began,
         batch_s=made - gathered,
         send_s=ended - made,
         first_s=min(at for at, *_ in sent) - made,
         driver_cpu_s=ended_cpu - began_cpu,
         rank_cpu_s=max(cpu_s for *_, cpu_s in sent),
-        worker_bytes=worker_bytes,
+        worker_bytes=gathering.num_bytes,
         rank_wire_bytes=sum(wire for _, wire, _, _ in sent),
         held_bytes=held,
         driver_bytes=memory("VmHWM") - before,
         rank_bytes=max(grown for _, _, grown, _ in sent),
     )
-    for process in processes:
-        process.join()
-    return result
 
 
 async def send_all_shards(
@@ -242,46 +263,46 @@ def rank(connection: Connection[Any, Any], token: str) -> None:
             connection.send((memory("VmHWM") - before, time.process_time() - before_cpu))
 
 
-async def gather(
-    access: DrivenAccess, addresses: Sequence[str], tasks: Sequence[AgentTask]
-) -> tuple[list[Trajectory], int]:
-    """Returns the trajectories of all workers, and the number of bytes that these sent."""
-    found: list[Trajectory] = []
-    all_here: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    known: list[dict[Image, Image]] = [{} for _ in tasks[::SAMPLES]]
-    num_bytes = 0
+class Gathering:
+    """The trajectories that the driver has of all workers.
 
-    def take(event: pb.Event) -> None:
-        if event.WhichOneof("message") == "alive":
-            return
-        of = tasks[event.ended.number]
-        found.append(read_trajectory(event.ended.trajectory, of, known[of.sample_index]))
-        if len(found) == len(tasks):
-            all_here.set_result(None)
+    Args:
+        tasks: All of them, by their numbers.
+    """
 
-    def split(response: pb.WorkResponse) -> Iterable[pb.Event]:
-        nonlocal num_bytes
-        num_bytes += response.ByteSize()
-        return response.events
+    def __init__(self, tasks: Sequence[AgentTask]) -> None:
+        self.found: list[Trajectory] = []
+        self.num_bytes = 0
+        self.connected = asyncio.Queue[None]()
+        self.all_here = asyncio.Event()
+        self._tasks = tasks
+        self._known: list[dict[Image, Image]] = [{} for _ in tasks[::SAMPLES]]
 
-    streams = [
-        DriverEnd(
+    def stream(self, access: DrivenAccess, address: str) -> DriverEnd:
+        """Returns the stream to a worker."""
+        return DriverEnd(
             access,
             address,
             lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,
-            split=split,
+            split=self._split,
             join=lambda commands: pb.WorkRequest(commands=commands),
-            on_message=take,
+            on_message=self._take,
             on_end=lambda _: None,
         )
-        for address in addresses
-    ]
-    for stream in streams:
-        stream.send(pb.Command(end=pb.End()))
-    await all_here
-    for stream in streams:
-        await stream.aclose()
-    return found, num_bytes
+
+    def _split(self, response: pb.WorkResponse) -> Iterable[pb.Event]:
+        self.num_bytes += response.ByteSize()
+        return response.events
+
+    def _take(self, event: pb.Event) -> None:
+        if event.WhichOneof("message") == "alive":
+            self.connected.put_nowait(None)
+            return
+        of = self._tasks[event.ended.number]
+        known = self._known[of.sample_index]
+        self.found.append(read_trajectory(event.ended.trajectory, of, known))
+        if len(self.found) == len(self._tasks):
+            self.all_here.set()
 
 
 def work(

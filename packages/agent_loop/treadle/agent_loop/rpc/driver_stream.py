@@ -36,7 +36,7 @@ __all__ = ["DriverEnd", "ProgramEnd"]
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 """Minimum time between two messages of gRPC, unless more waits than fits into one."""
-_MAX_TOGETHER = 32
+_MAX_TOGETHER = 8
 """Of messages with images: a message of gRPC has at most 2 GiB."""
 
 
