@@ -152,11 +152,7 @@ def _model_of(checkpoint: Checkpoint, run: Path, setting: str, *, weights: bool)
 async def convert(config: AnyConfig, checkpoint: Checkpoint, out: Path, *, adapter: bool) -> None:
     """Writes the model of a checkpoint as a Hugging Face directory, by one policy rank.
 
-    Args:
-        config: Of its run.
-        checkpoint: Of any parallel sizes.
-        out: Absolute; must not exist.
-        adapter: Whether to write the LoRA adapter alone.
+    `out` is absolute and must not exist; with `adapter` it gets the LoRA adapter alone.
 
     Raises:
         PolicyError: The model cannot be read.

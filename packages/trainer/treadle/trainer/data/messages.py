@@ -52,9 +52,9 @@ def read_message(value: object, where: str, *, exact: bool, images: bool) -> Mes
     """Returns one message.
 
     Args:
-        value: As the row has it.
-        where: Names it, as "prompt[0]".
-        exact: See `Row.exact`.
+        value: As the row has it, a mapping.
+        where: Names it in messages, as "prompt[0]".
+        exact: Whether a null is a value (see `Row.exact`).
         images: Whether the row has images that a part can stand for.
 
     Raises:

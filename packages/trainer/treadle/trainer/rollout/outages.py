@@ -37,15 +37,10 @@ class OwnCodeError(OutageError):
 
 
 def check_own_code(trajectories: Sequence[Trajectory], *, step: int, limit: float | None) -> None:
-    """Ends a run that would train on what a bug in a reward or a loop leaves.
-
-    Args:
-        trajectories: Of the step.
-        step: Its number.
-        limit: `agent.max_failed_share`.
+    """Ends a run that would train on what a bug in a reward or a loop leaves of a step.
 
     Raises:
-        OwnCodeError: More than this share of them failed because of such a bug.
+        OwnCodeError: More than the share `limit` of them failed because of such a bug.
     """
     failed = [t for t in trajectories if of_own_code(t.error)]
     if limit is not None and len(failed) > limit * len(trajectories):

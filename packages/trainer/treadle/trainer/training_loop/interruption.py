@@ -16,11 +16,7 @@ T = TypeVar("T")
 async def finished_first(work: Coroutine[Any, Any, T], *, say: Callable[[str], None]) -> T:
     """Awaits work that ends although the caller is cancelled meanwhile; then the caller is.
 
-    A second cancellation ends the work at once.
-
-    Args:
-        work: Ends by itself.
-        say: Shows that it is waited for.
+    `say` shows that it is waited for. A second cancellation ends the work at once.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled.
