@@ -43,9 +43,8 @@ _WHOLE_TYPES: Final = ("F64", "F32", "F16", "BF16")
 
 def copy_files(source: Path, target: Path, patterns: Iterable[str] = MODEL_FILES) -> None:
     """Copies the files that match into a new folder, links as what they lead to."""
-    files = sorted({file for pattern in patterns for file in source.glob(pattern)})
     target.mkdir(parents=True)
-    for file in files:
+    for file in sorted({file for pattern in patterns for file in source.glob(pattern)}):
         if file.is_file():
             place = target / file.relative_to(source)
             place.parent.mkdir(exist_ok=True)

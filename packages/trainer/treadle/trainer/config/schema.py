@@ -5,6 +5,7 @@ A check of several fields is in the smallest section that has them all, and quot
 `policy` and `algorithm` are declared in modules next to this one.
 """
 
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -241,13 +242,8 @@ class StepsConfig(Section):
         return " and ".join([", ".join(times[:-1]), times[-1]])
 
     def is_time_to_save(self, saved_at: float) -> bool:
-        """Returns whether the last checkpoint is older than save_minutes.
-
-        Args:
-            saved_at: When it was complete, in monotonic seconds.
-        """
-        minutes = self.save_minutes
-        return minutes is not None and time.monotonic() - saved_at > 60 * minutes
+        """Returns whether the last checkpoint, in monotonic seconds, is older than save_minutes."""
+        return time.monotonic() - saved_at > 60 * (self.save_minutes or math.inf)
 
 
 class ScheduleConfig(StepsConfig):

@@ -12,11 +12,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
-from treadle.agent_loop import IMAGE_MARK, Message, ToolCall
+from treadle.agent_loop import IMAGE_MARK, Message, Role, ToolCall
 
 __all__ = ["WrongMessage", "check_without_null", "decoded", "read_list", "read_message"]
 
-_KEYS = {
+_KEYS: Mapping[str, tuple[str, ...]] = {
     "system": ("content",),
     "user": ("content",),
     "assistant": ("content", "tool_calls", "reasoning_content"),
@@ -81,7 +81,7 @@ def read_message(value: object, where: str, *, exact: bool, images: bool) -> Mes
     if "content" not in given and not calls:
         raise WrongMessage(f"{where} has no content")
     return Message(
-        role=role,
+        role=cast(Role, role),
         content=given.pop("content", ""),
         tool_calls=tuple(
             _call(call, f"{where}.tool_calls[{i}]", i, exact=exact) for i, call in enumerate(calls)

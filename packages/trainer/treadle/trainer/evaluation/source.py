@@ -93,12 +93,9 @@ def _is_run(path: Path) -> bool:
 def _of_run(text: str, run: Path, step: int | None) -> Source:
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     try:
-        if step is not None:
-            chosen = checkpoints.at(step)
-        elif (latest := checkpoints.latest()) is None:
+        chosen = checkpoints.latest() if step is None else checkpoints.at(step)
+        if chosen is None:
             raise SetupError(f"{text} is a run without a checkpoint: it holds no model yet")
-        else:
-            chosen = latest
     except RunDirectoryError as error:
         raise SetupError(str(error)) from None
     config = chosen.config_file or run / CONFIG

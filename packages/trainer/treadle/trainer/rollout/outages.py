@@ -40,7 +40,7 @@ def check_own_code(trajectories: Sequence[Trajectory], *, step: int, limit: floa
     """Ends a run that would train on what a bug in a reward or a loop leaves.
 
     Raises:
-        OwnCodeError: More than this share of them failed because of such a bug.
+        OwnCodeError: More than the share `limit` of them failed because of such a bug.
     """
     failed = [t for t in trajectories if of_own_code(t.error)]
     if limit is not None and len(failed) > limit * len(trajectories):

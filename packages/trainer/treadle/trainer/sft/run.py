@@ -237,8 +237,7 @@ class _Steps:
 
     async def save_interrupted(self, policy: PolicyGroup) -> None:
         """Saves the last step of a run that is interrupted between two steps."""
-        schedule = self._run.config.schedule
-        if self._unsaved is not None and schedule.keeps_checkpoints:
+        if self._unsaved is not None and (schedule := self._run.config.schedule).keeps_checkpoints:
             step, metrics = self._unsaved
             self.say(f"interrupted: saving step {step}; interrupt again to end now")
             await self._save(policy, step, metrics, with_hf=schedule.save_hf == "every")
