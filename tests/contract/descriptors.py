@@ -5,6 +5,7 @@ from pathlib import Path
 from google.protobuf.descriptor import FileDescriptor
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 
+from treadle.loop_worker.v1 import loop_worker_service_pb2, trajectory_pb2
 from treadle.policy.v1 import (
     checkpoint_service_pb2,
     rank_service_pb2,
@@ -33,6 +34,8 @@ CONTRACT_FILES: tuple[FileDescriptor, ...] = (
     rank_service_pb2.DESCRIPTOR,
     training_service_pb2.DESCRIPTOR,
     weights_service_pb2.DESCRIPTOR,
+    loop_worker_service_pb2.DESCRIPTOR,
+    trajectory_pb2.DESCRIPTOR,
 )
 
 
