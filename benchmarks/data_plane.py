@@ -283,7 +283,7 @@ class Gathering:
         return DriverEnd(
             access,
             address,
-            lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,
+            lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,  # type: ignore[no-untyped-call]
             split=self._split,
             join=lambda commands: pb.WorkRequest(commands=commands),
             on_message=self._take,
@@ -333,7 +333,7 @@ async def send_all(
         beat_s=1.0,
     )
     servicer = pb_grpc.LoopWorkerServiceServicer()
-    servicer.Work = stream.serve
+    servicer.Work = stream.serve  # type: ignore[method-assign]
     add = partial(pb_grpc.add_LoopWorkerServiceServicer_to_server, servicer)
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready")

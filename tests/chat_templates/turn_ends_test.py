@@ -40,7 +40,7 @@ def _renderers(tmp_path: Path) -> Iterator[tuple[str, str, HfRenderer]]:
             renderer = HfRenderer(tokenizer)
         except SetupError:
             continue
-        yield file.stem, table.parser_for_template(template) or "hermes", renderer
+        yield file.stem, table.parser_for_template(template) or "hermes", renderer  # type: ignore[attr-defined]
 
 
 def _turn(renderer: HfRenderer, prompt: str, message: Message) -> str | None:

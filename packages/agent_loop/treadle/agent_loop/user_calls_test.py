@@ -152,7 +152,7 @@ async def test_a_thread_that_ends_soon_after_its_caller_was_cancelled_is_no_warn
 ) -> None:
     monkeypatch.setattr(user_calls, "GRACE_S", 0.05)
     began, gate = threading.Event(), threading.Event()
-    task = asyncio.create_task(in_thread("f", lambda: (began.set(), gate.wait(60))))
+    task = asyncio.create_task(in_thread("f", lambda: (began.set(), gate.wait(60))))  # type: ignore[func-returns-value]
     assert await asyncio.to_thread(began.wait, 60)
     task.cancel()
     gate.set()

@@ -113,7 +113,7 @@ def test_5_a_turn_that_was_cut_is_compared_as_far_as_it_goes() -> None:
 class _ManyEnds(ByteRenderer):
     """A renderer whose model may end a turn with another id, as Llama does with <|eom_id|>."""
 
-    stop_token_ids = (END, 7)
+    stop_token_ids = (END, 7)  # type: ignore[assignment]
 
     def extend(self, ids: Sequence[int], *args: Any, **kwargs: Any) -> Rendering:
         extended = super().extend((*ids[:-1], END) if ids[-1] == 7 else ids, *args, **kwargs)

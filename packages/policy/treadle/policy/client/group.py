@@ -292,7 +292,7 @@ class PolicyGroup:
                 if not first.done():
                     raise await self._lost(number, process)
                 sign = await first
-            return _Rank(number, process, channel, security.metadata, watch, sign)
+            return _Rank(number, process, channel, security.metadata, watch, sign)  # type: ignore[arg-type]
         except BaseException as error:
             watch.cancel()
             await channel.close()

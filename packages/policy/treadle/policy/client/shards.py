@@ -110,7 +110,7 @@ class Shard:
         array.element_type, array.length = data.dtype.str[1:], len(data)
         array.offset = self.head.memory_bytes
         padding = -data.nbytes % _ALIGNED
-        self.buffers += (memoryview(data.view(np.uint8)), memoryview(bytes(padding)))
+        self.buffers += (memoryview(data.view(np.uint8)), memoryview(bytes(padding)))  # type: ignore[arg-type]
         self.head.memory_bytes += data.nbytes + padding
 
     def messages(self) -> Iterator[pb.SendBatchRequest]:
@@ -165,7 +165,7 @@ def encode(
     for number, members in enumerate(own):
         shard = Shard(pb.Shard(batch=batch, number=number))
         for name, array in (of_all | _values(members)).items():
-            shard.place(array, getattr(shard.head, name))
+            shard.place(array, getattr(shard.head, name))  # type: ignore[arg-type]
         if any(s.images or s.routed_experts for s in members):
             _place_extras(shard, members)
         yield shard

@@ -131,7 +131,7 @@ class PolicyRank:
             case rank_pb.InitializeRequest():
                 return self._build(request)
             case rank_pb.ReportTimeRequest():
-                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())
+                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())  # type: ignore[arg-type]
             case rank_pb.ReportOffloadRequest():
                 return self._offload_report()
             case rank_pb.StopRequest():

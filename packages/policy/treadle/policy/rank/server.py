@@ -89,7 +89,7 @@ class RankServer:
         self._thread.join()
 
     def __iter__(self) -> Iterator[Asked]:
-        return iter(self._asked.get, None)  # type: ignore[arg-type]  # None ends it
+        return iter(self._asked.get, None)  # None ends it
 
     def take_batch(self, number: int) -> Received:
         """Returns the shard of a batch, when it has come, and forgets it."""
@@ -126,9 +126,9 @@ class RankServer:
             for method in methods:
                 make, behaviour = grpc.unary_unary_rpc_method_handler, self._ask
                 if method.request is rank_pb.WatchRequest:
-                    make, behaviour = grpc.unary_stream_rpc_method_handler, self._watch
+                    make, behaviour = grpc.unary_stream_rpc_method_handler, self._watch  # type: ignore[assignment]
                 elif method.request is pb.SendBatchRequest:
-                    make, behaviour = grpc.stream_unary_rpc_method_handler, self._receive
+                    make, behaviour = grpc.stream_unary_rpc_method_handler, self._receive  # type: ignore[assignment]
                 handlers[method.name] = make(
                     behaviour, method.request.FromString, method.response.SerializeToString
                 )
@@ -176,7 +176,7 @@ class RankServer:
         if end != len(memory):
             told = f"a shard of {len(memory)} bytes ended after {end}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
-        self._batch(shard.batch).set_result((shard, memory.obj))
+        self._batch(shard.batch).set_result((shard, memory.obj))  # type: ignore[arg-type]
         return pb.SendBatchResponse()
 
 

@@ -64,7 +64,7 @@ async def test_the_error_of_a_step_is_not_hidden_by_an_interrupt() -> None:
         await asyncio.sleep(0)
         raise RuntimeError("a rank was lost")
 
-    run = asyncio.create_task(finished_first(fail(), say=[].append))
+    run = asyncio.create_task(finished_first(fail(), say=[].append))  # type: ignore[arg-type]
     await asyncio.sleep(0)
     run.cancel()
     with pytest.raises(RuntimeError, match="a rank was lost"):

@@ -47,7 +47,7 @@ def test_experts_are_reported_where_sglang_can(path: Path) -> None:
         ({"enable_return_routed_experts": False}, False),
         ({"chunked_prefill_size": -1}, False),
     ):
-        config = ServerConfig(model=ModelConfig(path=path), engine_args=given)
+        config = ServerConfig(model=ModelConfig(path=path), engine_args=given)  # type: ignore[arg-type]
         assert reports_experts(config, sparse) is reported
         told = server_arguments(config, sparse, cpu=True, known=KNOWN)
         assert told["enable_return_routed_experts"] is reported

@@ -66,11 +66,11 @@ def test_experts_come_with_the_tokens_for_those_who_ask() -> None:
     experts = [b"abc", b"d", b"e", b"f"]
     sequence = Sequence(replace(request(), routed_experts_from=0), "1")
     sequence.mark(1, 0)
-    events = read(sequence, answer(3, **{EXPERTS_KEY: experts}), 1)
+    events = read(sequence, answer(3, **{EXPERTS_KEY: experts}), 1)  # type: ignore[arg-type]
     events += read(sequence, answer(4, {"type": "length"}, **{EXPERTS_KEY: experts}), 1)
     tokens = [event for event in events if isinstance(event, Tokens)]
     assert [event.routed_experts for event in tokens] == [b"abc", b"de", b"f"]
-    others = read(Sequence(request(), "1"), answer(2, **{EXPERTS_KEY: [None, None]}))
+    others = read(Sequence(request(), "1"), answer(2, **{EXPERTS_KEY: [None, None]}))  # type: ignore[arg-type]
     assert [event.routed_experts for event in others if isinstance(event, Tokens)] == [b""]
 
 

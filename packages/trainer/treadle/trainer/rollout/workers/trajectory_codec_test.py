@@ -489,7 +489,7 @@ BEYOND = Span(origin=Origin.SAMPLED, start=0, stop=1, weight_version=2**40)
             replace(ended(task()), task=replace(task(0), fields={"odd": {1: ODD}})),
             "fields['odd'][1] is of type builtins.object; return plain data",
         ),
-        (replace(ended(task()), answer=ODD), "answer is of type builtins.object; return plain"),
+        (replace(ended(task()), answer=ODD), "answer is of type builtins.object; return plain"),  # type: ignore[arg-type]
         (
             replace(ended(task()), metrics=(Metric("a", cast(float, ODD)),)),
             "metrics[1][0] is of type builtins.object; return plain data",

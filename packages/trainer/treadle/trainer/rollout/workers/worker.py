@@ -391,7 +391,7 @@ class _ToDriver(logging.Handler):
 
 class _Servicer(pb_grpc.LoopWorkerServiceServicer):
     def __init__(self, stream: ProgramEnd) -> None:
-        self.Work = stream.serve
+        self.Work = stream.serve  # type: ignore[method-assign]
 
 
 async def _serve(program: DrivenProgram, *, beat_s: float) -> bool:
