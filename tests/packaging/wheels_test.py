@@ -21,7 +21,7 @@ PACKAGES = (
     "trainer",
 )
 # The contracts; the second is a part of the package that another wheel has the rest of.
-CONTRACTS = ("treadle.rollout", "treadle.policy.v1", "treadle.loop_worker")
+CONTRACTS = ("treadle.rollout.", "treadle.policy.v1.", "treadle.loop_worker.")
 # Where the distribution is not named like the module.
 DISTRIBUTION_OF = {
     "PIL": "pillow",
@@ -125,7 +125,7 @@ def distributions_imported(wheel: Wheel, package: str) -> Iterator[str]:
                     continue
                 default = two.replace(".", "-") if top == "treadle" else top
                 found = DISTRIBUTION_OF.get(two) or DISTRIBUTION_OF.get(top) or default
-                if module.startswith(CONTRACTS):
+                if f"{module}.".startswith(CONTRACTS):
                     found = "treadle-proto"
                 if found != own:
                     yield found.replace("_", "-")
