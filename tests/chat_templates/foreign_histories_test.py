@@ -103,7 +103,7 @@ def test_what_agents_send_is_shown_or_refused_by_a_rule(file: Path) -> None:
         renderer = HfRenderer(tokenizer)
     except SetupError:
         pytest.skip("no renderer takes it")
-    renderer.template.shows_tools, renderer._unread_call = True, None  # type: ignore[attr-defined]
+    renderer.template.shows_tools, renderer._tool_problem = True, None
     for roles in ("su", "ssu", "us", "sus", "suaus", "suasu", "ssuasus", "uu"):
         try:
             assert _shown(renderer, roles), roles
