@@ -71,10 +71,10 @@ def test_an_error_in_the_users_reward_is_told_with_file_and_line(
     trainer = start_trainer(*_ONE_STEP, f"reward.name={reward}:score", "policy.backend=fake")
     said = _end(trainer, 1)
     assert f'File "{reward}", line 2, in score\n    return undefined_name' in said
-    last = said[said.rindex("error: none of") :]
+    last = said[said.rindex("error: step 1: ") :]
     assert f"NameError: name 'undefined_name' is not defined ({reward}:2, in score)" in last
     log = (trainer.run_dir / "logs" / "trainer.log").read_text()
-    assert "the run failed: none of" in log
+    assert "the run failed: step 1: " in log
     assert "    return undefined_name" in log
     record = json.loads((trainer.run_dir / "trajectories.jsonl").read_text().splitlines()[0])
     assert "return undefined_name" in record["traceback"]
