@@ -112,7 +112,7 @@ class AlgorithmConfig(BaseModel):
     package.module:name. docs/losses.md has the formulas."""
     loss_args: Mapping[str, JsonValue] = {}
     """Keyword arguments of your own loss, by their names."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, le=1)
     """Lower bound of the ratio: 1 - clip_low. dppo_tv, dppo_kl: bound of the divergence downwards;
     gmpo: of the log-ratio, -clip_low."""
     clip_high: float = Field(default=0.2, ge=0)

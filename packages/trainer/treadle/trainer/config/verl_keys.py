@@ -4,7 +4,7 @@ Each of verl's keys is one of
   renamed   its value becomes the value of one of our keys;
   converted a function turns its value (and related values) into assignments;
   implied   accepted with the values that match our behaviour, rejected otherwise;
-  noted     accepted with any value and no effect; a note says why;
+  noted     accepted with any value and no effect, by name or by pattern; a note says why;
   unused    nothing here is like it: accepted with verl's default (`verl/defaults.py`), an error
             that says why or what to use instead (`verl/reasons.py`) with any other value.
 Any other key is unknown.
@@ -12,15 +12,19 @@ Any other key is unknown.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from treadle.policy.config.policy import TARGETS, OptimizerConfig
+import yaml
+
+from treadle.policy.config.policy import TARGETS, OptimizerConfig, RecomputeModule
 from treadle.trainer.config.keys import leaf_of
+from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import DataConfig
 from treadle.trainer.config.verl.defaults import above, has_default, verl_defaults
-from treadle.trainer.config.verl.reasons import reason
-from treadle.trainer.config.verl_table import IMPLIED, NOTED, RENAMED
+from treadle.trainer.config.verl.reasons import of_other_releases, reason
+from treadle.trainer.config.verl_table import IMPLIED, NOTED, NOTED_PATTERNS, RENAMED
 from treadle.trainer.problems import Problems
 
 __all__ = ["Assignment", "ConfigError", "follows_another", "known_keys", "translate"]
@@ -69,6 +73,87 @@ def _one_of(key: str, names: Mapping[Any, Any], fix: str) -> Converter:
         return {key: names[value]}
 
     return convert
+
+
+def _clip_low(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """A ratio is above 0, so a bound of 1 - `value` at or below 0 is none."""
+    loss = verl.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla")
+    if loss not in ("geo_mean", "dppo_tv", "dppo_kl"):  # bounds of something else
+        value = min(value, 1.0)
+    return {"algorithm.clip_low": value}
+
+
+def _context(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """The longest sequence is a prompt and a response; a smaller bound would cut it."""
+    names = ("prompt", "response")
+    lengths = [
+        verl.get(f"data.max_{name}_length")
+        or verl.get(f"actor_rollout_ref.rollout.{name}_length")
+        or verl.get(f"rollout.{name}_length")
+        or RolloutConfig.model_fields[f"{name}_length"].default
+        for name in names
+    ]
+    if value is not None and value < sum(lengths):
+        raise ConfigError(
+            f"{value} tokens are fewer than a prompt of {lengths[0]} and a response of "
+            f"{lengths[1]}: set rollout.prompt_length and rollout.response_length"
+        )
+    return {}
+
+
+def _longest_response(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """Verl's reward manager is given the length again, for its penalty of long responses."""
+    longest = verl.get("data.max_response_length", value)
+    if value != longest:
+        raise ConfigError(
+            f"{value!r} is not available (only data.max_response_length={longest}): a response is "
+            "too long near rollout.response_length; see reward.overlong_buffer"
+        )
+    return {}
+
+
+def _warmup_steps(key: str) -> Converter:
+    """None and numbers below 0 leave it to the ratio."""
+    return lambda value, _: {key: value} if value is not None and value >= 0 else {}
+
+
+def _warmup_ratio(prefix: str, key: str) -> Converter:
+    def convert(value: Any, verl: Verl) -> Mapping[str, Any]:
+        steps = verl.get(f"{prefix}.lr_warmup_steps")
+        if not value or (steps is not None and steps > 0):  # the number wins, as in verl
+            return {}
+        total = verl.get("trainer.total_training_steps", verl.get("schedule.total_steps"))
+        if total is None:
+            raise ConfigError(
+                f"{value} of an unknown number of steps: set trainer.total_training_steps too, or "
+                f"{key}"
+            )
+        return {key: int(value * total)}
+
+    return convert
+
+
+def _lora_alpha(value: Any, verl: Verl) -> Mapping[str, Any]:
+    """Without a rank there is no adapter, and verl's scripts may give an alpha of 0."""
+    ranks = (verl.get(f"actor_rollout_ref.model.{key}") for key in ("lora_rank", "lora.rank"))
+    return {"policy.lora.alpha": value} if value or any(ranks) else {}
+
+
+def _agent_loops(value: Any, _: Verl) -> Mapping[str, Any]:
+    """Verl's file lists loops as {name, _target_}; `_target_` is a class of package.module."""
+    if value is None:
+        return {}
+    try:
+        listed = yaml.safe_load(Path(value).read_bytes())
+        return {
+            f"agent.loops.{each['name']}": ":".join(each["_target_"].rsplit(".", 1))
+            for each in listed
+        }
+    except (OSError, yaml.YAMLError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{value} is not a list of name and _target_ ({error!r}): name each loop in "
+            "agent.loops.NAME=module:Class"
+        ) from None
 
 
 def _mini_batches(value: Any, verl: Verl) -> Mapping[str, Any]:
@@ -370,7 +455,9 @@ def _recompute(_: Any, verl: Verl) -> Mapping[str, Any]:
     modules = verl.get(f"{_MEGATRON_OVERRIDES}.recompute_modules")
     if granularity != "selective" or modules is None:
         return {"policy.recompute": granularity}
-    return {"policy.recompute": granularity, "policy.recompute_modules": modules}
+    # Megatron has finer ones; what is computed again changes no result.
+    known = [name for name in modules if name in get_args(RecomputeModule)]
+    return {"policy.recompute": granularity, "policy.recompute_modules": known or modules}
 
 
 def _aux_loss(_: Any, verl: Verl) -> Mapping[str, Any]:
@@ -433,7 +520,8 @@ def _traced_name(key: str, of_run: str) -> Converter:
 
 _ENGINE = _one_of(
     "rollout.name",
-    {"torch": "torch", "vllm": "vllm", "sglang": "sglang", "fake": "fake"},
+    # hf samples by transformers within the run, as the torch engine does.
+    {"torch": "torch", "hf": "torch", "vllm": "vllm", "sglang": "sglang", "fake": "fake"},
     "set rollout.name, and rollout.server_command if the engine has its own environment",
 )
 
@@ -475,6 +563,7 @@ _CONVERTED: Mapping[str, Converter] = {
         "algorithm.clip_low": value,
         "algorithm.clip_high": value,
     },
+    "actor_rollout_ref.actor.clip_ratio_low": _clip_low,
     "actor_rollout_ref.actor.fsdp_config.dtype": _DTYPE,
     "actor_rollout_ref.actor.grad_clip": _gradient_clip,
     "actor_rollout_ref.actor.kl_loss_coef": _kl_coef,
@@ -490,8 +579,16 @@ _CONVERTED: Mapping[str, Converter] = {
     "actor_rollout_ref.actor.optim.clip_grad": _gradient_clip,
     "actor_rollout_ref.actor.optim.lr_decay_style": _schedule,
     "actor_rollout_ref.actor.optim.lr_scheduler_type": _schedule,
-    "actor_rollout_ref.actor.optim.lr_warmup_steps": lambda value, _: {
-        "policy.optimizer.warmup_steps": max(value, 0)
+    **{
+        f"{prefix}.{name}": converter
+        for prefix, key in {
+            "actor_rollout_ref.actor.optim": "policy.optimizer.warmup_steps",
+            "critic.optim": "critic.optimizer.warmup_steps",
+        }.items()
+        for name, converter in {
+            "lr_warmup_steps": _warmup_steps(key),
+            "lr_warmup_steps_ratio": _warmup_ratio(prefix, key),
+        }.items()
     },
     "actor_rollout_ref.actor.optim.min_lr_ratio": _min_lr,
     "actor_rollout_ref.actor.optim.warmup_style": _schedule,
@@ -509,9 +606,12 @@ _CONVERTED: Mapping[str, Converter] = {
     f"{_MEGATRON_OVERRIDES}.moe_router_load_balancing_type": _aux_loss,
     f"{_MEGATRON_OVERRIDES}.recompute_granularity": _recompute,
     f"{_MEGATRON_OVERRIDES}.recompute_modules": _recompute,
+    **{f"actor_rollout_ref.model.{name}": _lora_alpha for name in ("lora_alpha", "lora.alpha")},
     "actor_rollout_ref.model.target_modules": _lora_targets,
+    "actor_rollout_ref.rollout.agent.agent_loop_config_path": _agent_loops,
     **dict.fromkeys((*_REPLAY_MODES, _ROUTING_REPLAY), _routing_replay),
     "actor_rollout_ref.rollout.free_cache_engine": _memory_offload,
+    "actor_rollout_ref.rollout.max_model_len": _context,
     "actor_rollout_ref.rollout.multi_stage_wake_up": _memory_offload,
     "actor_rollout_ref.rollout.multi_turn.format": lambda value, _: {
         "agent.parser": _PARSERS.get(value, value)
@@ -539,13 +639,14 @@ _CONVERTED: Mapping[str, Converter] = {
     "algorithm.rollout_correction.rollout_rs_threshold": _correction_rejection,
     "algorithm.use_kl_in_reward": _reward_kl_coef,
     "critic.model.path": _critic_model,
-    "critic.optim.lr_warmup_steps": lambda value, _: {
-        "critic.optimizer.warmup_steps": max(value, 0)
-    },
     **{
         f"{prefix}custom_reward_function.{name}": _reward(f"{prefix}custom_reward_function")
         for prefix in ("", "reward.")
         for name in ("path", "name")
+    },
+    **{
+        f"{prefix}.reward_kwargs.max_resp_len": _longest_response
+        for prefix in ("reward_model", "reward")
     },
     "data.custom_cls.name": _reader,
     "data.custom_cls.path": _reader,
@@ -637,15 +738,24 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
             wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
             raise ConfigError(f"{key}={value} is not available, only {wanted}: {why}")
         return []
-    if key in NOTED:
+    if (why := _without_effect(key)) is not None:
         if key not in verl_defaults() or not has_default(key, value, values):
-            notes.append(f"{key}={value} has no effect: {NOTED[key]}")
+            notes.append(f"{key}={value} has no effect: {why}")
         return []
     if (recorded := above(key)) is None:
+        if (why := of_other_releases(key)) is not None:
+            raise ConfigError(f"{key}={value} is not available: {why}")
         return [assignment]
     if key != recorded or not has_default(key, value, values):
         raise ConfigError(f"{key}={value} is not available: {reason(key)}")
     return []
+
+
+def _without_effect(key: str) -> str | None:
+    """Returns why a key has no effect here, or None if it may have one."""
+    if key in NOTED:
+        return NOTED[key]
+    return next((why for pattern, why in NOTED_PATTERNS if fnmatchcase(key, pattern)), None)
 
 
 def _converted(assignment: Assignment, values: Verl) -> list[Assignment]:

@@ -254,9 +254,11 @@ def test_no_key_of_verl_hides_one_of_ours() -> None:
         ("critic.model.path=/other", "the critic begins with the policy's start weights"),
         ("critic.ppo_mini_batch_size=7", "its mini-batches are the policy's"),
         ("algorithm.dynamic_filter.enable=True", "set algorithm.filter_groups.enable"),
-        ("actor_rollout_ref.rollout.name=hf", "only torch, vllm, sglang, fake.: set rollout.name"),
+        ("actor_rollout_ref.rollout.name=x", "torch, hf, vllm, sglang, fake.: set rollout.name"),
         ("actor_rollout_ref.rollout.expert_parallel_size=2", "set the engine's own argument in"),
-        ("actor_rollout_ref.rollout.mode=sync", "only async"),
+        ("actor_rollout_ref.rollout.max_model_len=99", "fewer than a prompt of"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps_ratio=0.1", "set trainer.total_training"),
+        ("reward_model.reward_kwargs.llm_judge_kwargs.model=x", "rubric.yaml for a model that"),
         ("actor_rollout_ref.rollout.trace.backend=arize", "only None, weave, mlflow, jsonl, otlp"),
         ("actor_rollout_ref.rollout.trace.project_name=mine", "as trainer.project_name='theirs'"),
         ("data.custom_cls.path=a.py", "data.custom_cls.name=None belong together"),
@@ -462,7 +464,7 @@ def test_what_verl_offloads_is_in_host_memory() -> None:
     assert names(both) == ("parameters", "reference")  # as verl's reference does by default
     assert names(both, f"{ref}.megatron.param_offload=False") == ("parameters",)
     (note,) = _load("critic.megatron.param_offload=True").notes
-    assert "the critic leaves the device with the policy" in note
+    assert "offloaded as the policy is" in note
 
 
 def test_a_hugging_face_model_is_saved_when_verl_was_asked_to() -> None:
@@ -528,9 +530,9 @@ def test_the_gpus_of_verl_are_divided_by_the_other_parallel_sizes() -> None:
     with pytest.raises(ConfigError, match="8 GPUs do not divide into groups of 16"):
         _load("trainer.n_gpus_per_node=8", *sizes)
     ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
-    for wrong in (f"{megatron}.dynamic_context_parallel=True", f"{ulysses}=2"):
-        with pytest.raises(ConfigError, match=r"by policy\.parallel\.context"):
-            _load(wrong)
+    assert _load(f"{ulysses}=2").config.policy.parallel.context == 2
+    with pytest.raises(ConfigError, match=r"by policy\.parallel\.context"):
+        _load(f"{megatron}.dynamic_context_parallel=True")
 
 
 def test_a_run_is_resumed_as_in_verl() -> None:
@@ -565,3 +567,40 @@ def test_keys_of_the_agent_loop_are_taken_over(tmp_path: Path) -> None:
     assert (agent.parser, agent.default_loop) == ("gpt_oss", "tool_agent")
     assert agent.interaction_catalogue == Path.cwd() / "users.yaml"
     assert agent.template_kwargs == {"enable_thinking": False}
+
+
+def test_the_warmup_of_verl_is_a_number_or_a_share_of_the_steps() -> None:
+    optim = "actor_rollout_ref.actor.optim"
+    share = (f"{optim}.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=250")
+
+    def warmup(*arguments: str) -> int:
+        return _load(*arguments).config.policy.optimizer.warmup_steps
+
+    assert warmup(*share) == 25
+    assert warmup(*share, f"{optim}.lr_warmup_steps=-1") == 25
+    assert warmup(*share, f"{optim}.lr_warmup_steps=3") == 3
+    assert warmup(f"{optim}.lr_warmup_steps=null") == 0
+
+
+def test_bounds_of_verl_that_bound_nothing() -> None:
+    low = "actor_rollout_ref.actor.clip_ratio_low=10"
+    assert _load(low).config.algorithm.clip_low == 1
+    with pytest.raises(ConfigError, match="clip_low"):  # a log-ratio has no such end
+        _load(low, "actor_rollout_ref.actor.policy_loss.loss_mode=geo_mean")
+    lengths = ("data.max_prompt_length=100", "data.max_response_length=50")
+    again = "+reward_model.reward_kwargs.max_resp_len"
+    assert _load(*lengths, "actor_rollout_ref.rollout.max_model_len=150", f"{again}=50").notes == ()
+    with pytest.raises(ConfigError, match=r"only data\.max_response_length=50"):
+        _load(*lengths, f"{again}=60")
+
+
+def test_a_file_of_agent_loops_names_their_classes(tmp_path: Path) -> None:
+    """As the recipe for LangGraph gives it."""
+    key = "actor_rollout_ref.rollout.agent.agent_loop_config_path"
+    file = tmp_path / "agent.yaml"
+    file.write_text("- name: math_expression\n  _target_: recipe.math_expression.MathLoop\n")
+    loops = _load(f"{key}={file}").config.agent.loops
+    assert loops == {"math_expression": "recipe.math_expression:MathLoop"}
+    file.write_text("name: math_expression\n")
+    with pytest.raises(ConfigError, match="is not a list of name and _target_"):
+        _load(f"{key}={file}")

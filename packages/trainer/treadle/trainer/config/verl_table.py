@@ -1,9 +1,9 @@
 """The part of the table of verl's keys that needs no code; `verl_keys` says what the kinds mean."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["IMPLIED", "NOTED", "RENAMED"]
+__all__ = ["IMPLIED", "NOTED", "NOTED_PATTERNS", "RENAMED"]
 
 RENAMED = {
     **{
@@ -13,7 +13,6 @@ RENAMED = {
     },
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_dual",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_high",
-    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_low",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coef",
     "actor_rollout_ref.actor.fsdp_config.optimizer_offload": "policy.offload.optimizer",
     "actor_rollout_ref.actor.fsdp_config.param_offload": "policy.offload.parameters",
@@ -36,8 +35,9 @@ RENAMED = {
     "actor_rollout_ref.actor.policy_loss.clip_cov_ub": "algorithm.cov.clip_high",
     "actor_rollout_ref.actor.policy_loss.ppo_kl_coef": "algorithm.cov.kl_coef",
     "actor_rollout_ref.actor.ppo_epochs": "algorithm.epochs",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "policy.parallel.context",
     "actor_rollout_ref.model.lora_adapter_path": "policy.lora.path",
-    "actor_rollout_ref.model.lora_alpha": "policy.lora.alpha",
+    "actor_rollout_ref.model.lora.rank": "policy.lora.rank",
     "actor_rollout_ref.model.lora_rank": "policy.lora.rank",
     "actor_rollout_ref.model.path": "model.path",
     "actor_rollout_ref.nccl_timeout": "policy.collective_timeout_s",
@@ -108,10 +108,6 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         ("adam", "adamw", "AdamW"),
         "the optimizer is AdamW: see policy.optimizer",
     ),
-    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": (
-        (0, 0.0),
-        "give the number of steps: policy.optimizer.warmup_steps",
-    ),
     "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": (
         (None, 1),
         "an expert is whole on its rank: spread experts by policy.parallel.expert",
@@ -125,19 +121,9 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "policy.recompute=full keeps the input of each layer",
     ),
     "actor_rollout_ref.actor.shuffle": ((False,), "mini-batches follow the batch's order"),
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": (
-        (1,),
-        "split long sequences by policy.parallel.context",
-    ),
     "actor_rollout_ref.model.exclude_modules": (
-        (None,),
+        (None, ".*visual.*"),
         "name the matrices to adapt: policy.lora.targets",
-    ),
-    "actor_rollout_ref.model.trust_remote_code": ((False,), "a model's own code is never run"),
-    "actor_rollout_ref.model.use_remove_padding": ((True,), "sequences are always packed"),
-    "actor_rollout_ref.rollout.agent.agent_loop_config_path": (
-        (None,),
-        "loops of this release are other classes: name each in agent.loops.NAME=module:Class",
     ),
     "actor_rollout_ref.rollout.calculate_log_probs": ((True,), "engines always report them"),
     "actor_rollout_ref.rollout.expert_parallel_size": (
@@ -145,11 +131,6 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "set the engine's own argument in rollout.engine_args",
     ),
     "actor_rollout_ref.rollout.ignore_eos": ((False,), "trajectories end at the end-of-turn id"),
-    "actor_rollout_ref.rollout.max_model_len": (
-        (None,),
-        "the context is rollout.prompt_length + rollout.response_length",
-    ),
-    "actor_rollout_ref.rollout.mode": (("async",), "trajectories always run asynchronously"),
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": (
         (False,),
         "one chat template serves training and inference",
@@ -168,7 +149,6 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
         "weights keep their size; a common factor changes little under gradient clipping and Adam",
     ),
     "data.prompt_key": (("prompt",), "rename the column to `prompt`"),
-    "data.return_raw_chat": ((True,), "messages always reach the agent loop"),
     "data.reward_fn_key": (("data_source",), "rename the column to `data_source`"),
     "data.validation_shuffle": ((False,), "validation rows keep their order"),
     "reward.reward_manager.name": (("naive", "dapo"), _REWARD_MANAGER),
@@ -180,11 +160,15 @@ IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 _PACKED = "micro-batches are packed by tokens: policy.micro_batch_tokens"
 
 _KERNELS = "the policy is Megatron's, which has its own kernels"
-_LIKE_POLICY = "the critic leaves the device with the policy: see policy.offload"
+_CRITIC = "the critic is split, packed and offloaded as the policy is: see policy"
+_REFERENCE = "the reference is split, packed and computed as the policy is: see policy"
 _CHUNKED = "logits are computed in chunks of policy.logits_chunk_tokens"
 _FSDP = "the policy is Megatron's: see policy.parallel"
 _NO_WORKERS = "one process reads the rows"
 _SAME_FOLDER = "every process reads model.path"
+_OWN_CODE = "a model's own code is never run: transformers' classes are"
+_PROFILER = "profile the processes from outside, by py-spy or nsys; time/* has each phase"
+_NO_REWARD_MODEL = "only reward_model.enable=True would read it"
 
 NOTED = {
     "actor_rollout_ref.actor.calculate_entropy": "actor/entropy is always logged",
@@ -221,11 +205,11 @@ NOTED = {
         "activations stay on the device: see policy.recompute"
     ),
     "actor_rollout_ref.model.fused_kernel_options.impl_backend": _KERNELS,
+    "actor_rollout_ref.model.trust_remote_code": _OWN_CODE,
     "actor_rollout_ref.model.use_fused_kernels": _KERNELS,
     "actor_rollout_ref.model.use_liger": _KERNELS,
     "actor_rollout_ref.model.use_shm": _SAME_FOLDER,
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": _PACKED,
-    "actor_rollout_ref.ref.megatron.optimizer_offload": "the reference has no optimizer",
     "actor_rollout_ref.ref.log_prob_micro_batch_size": _PACKED,
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.ref.log_prob_use_dynamic_bsz": _PACKED,
@@ -240,6 +224,7 @@ NOTED = {
     "actor_rollout_ref.rollout.log_prob_micro_batch_size": _PACKED,
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": _PACKED,
     "actor_rollout_ref.rollout.log_prob_use_dynamic_bsz": _PACKED,
+    "actor_rollout_ref.rollout.mode": "trajectories always run asynchronously",
     "actor_rollout_ref.rollout.multi_turn.enable": "each row's agent_name chooses its loop",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": (
         "sampled ids are never tokenized again, so there is nothing to compare"
@@ -256,10 +241,6 @@ NOTED = {
     ),
     "data.dataloader_num_workers": _NO_WORKERS,
     "critic.forward_max_token_len_per_gpu": _PACKED,
-    "critic.fsdp.optimizer_offload": _LIKE_POLICY,
-    "critic.fsdp.param_offload": _LIKE_POLICY,
-    "critic.megatron.optimizer_offload": _LIKE_POLICY,
-    "critic.megatron.param_offload": _LIKE_POLICY,
     "critic.ppo_max_token_len_per_gpu": _PACKED,
     "critic.ppo_micro_batch_size": _PACKED,
     "critic.ppo_micro_batch_size_per_gpu": _PACKED,
@@ -267,6 +248,8 @@ NOTED = {
     "critic.use_dynamic_bsz": _PACKED,
     "data.filter_overlong_prompts_workers": _NO_WORKERS,
     "data.image_key": "images are in the column `images`",
+    "data.return_raw_chat": "messages always reach the agent loop",
+    "data.trust_remote_code": _OWN_CODE,
     "data.return_multi_modal_inputs": "ranks make pixels of the images' files themselves",
     "data.use_shm": _NO_WORKERS,
     "data.val_batch_size": "all validation rows run at once, within rollout.max_in_flight",
@@ -278,5 +261,66 @@ NOTED = {
     "trainer.balance_batch": "sequences are always balanced over the data-parallel ranks",
     "trainer.device": "the policy takes the GPU where there is one",
     "trainer.ray_wait_register_center_timeout": "see launch.start_deadline_s",
+    "trainer.max_critic_ckpt_to_keep": "a checkpoint has both: see schedule.keep_checkpoints",
+    "trainer.tensorboard_dir": "TensorBoard's files are in run.dir",
+    "trainer.use_legacy_worker_impl": "there is one implementation of the workers",
     "trainer.use_v1": "both of verl's trainers are schedule.kind=sync",
 }
+
+# The same by patterns of `fnmatch`, for keys of any release that change speed or memory only.
+NOTED_PATTERNS: Sequence[tuple[str, str]] = (
+    ("*.profiler.*", _PROFILER),
+    ("global_profiler.*", _PROFILER),
+    ("trainer.npu_profile.*", _PROFILER),
+    ("trainer.profile_steps", _PROFILER),
+    ("*.use_remove_padding", "sequences are always packed"),
+    ("*.*dist_checkpointing*", "weights are read from model.path"),
+    ("*.*mbridge", "weights are read from model.path"),
+    ("*.virtual_pipeline_model_parallel_size", "stages are whole: see policy.parallel.pipeline"),
+    ("*.override_transformer_config.*pipeline*", "see policy.parallel.pipeline"),
+    *(
+        (f"*.override_transformer_config.{name}", _KERNELS)
+        for name in ("*_fusion", "attention_backend", "persist_layer_norm", "use_flash_attn")
+    ),
+    *(
+        (f"*.override_transformer_config.moe_{name}", "experts are spread: policy.parallel.expert")
+        for name in ("enable_deepep", "grouped_gemm", "shared_expert_overlap", "token_dispatcher*")
+    ),
+    ("*.override_transformer_config.moe_router_dtype", "scores of experts are float32"),
+    *(
+        (f"*.override_optimizer_config.{name}", "see policy.offload.optimizer")
+        for name in ("*offload*", "overlap_cpu*")
+    ),
+    (
+        "*.override_optimizer_config.use_precision_aware_optimizer",
+        "weights and moments of the optimizer are float32",
+    ),
+    ("*.fsdp_config.model_dtype", "the optimizer's weights are float32: see policy.dtype"),
+    ("*.fsdp_config.mixed_precision.*", "see policy.dtype"),
+    ("*.enable_activation_offloading", "activations stay on the device: see policy.recompute"),
+    *(
+        (f"{prefix}.{name}", why)
+        for prefix, why in (
+            ("actor_rollout_ref.ref", _REFERENCE),
+            ("actor_rollout_ref.ref.fsdp_config", _REFERENCE),
+            ("actor_rollout_ref.ref.megatron", _REFERENCE),
+            ("critic", _CRITIC),
+            ("critic.fsdp", _CRITIC),
+            ("critic.megatron", _CRITIC),
+            ("critic.model.fsdp_config", _CRITIC),
+        )
+        for name in ("*_parallel_size", "*_offload", "forward_prefetch", "use_torch_compile")
+    ),
+    ("critic.model.enable_gradient_checkpointing", _CRITIC),
+    ("critic.model.trust_remote_code", _OWN_CODE),
+    *((f"critic.optim.override_optimizer_config.{name}", _CRITIC) for name in ("*cpu*", "use_p*")),
+    ("critic.checkpoint.save_contents", "a checkpoint has the critic's model and optimizer"),
+    *(
+        (f"reward_model.{name}", _NO_REWARD_MODEL)
+        for name in (
+            *("model.*", "rollout.*", "megatron.*", "micro_batch_size*", "use_dynamic_bsz"),
+            *("forward_max_token_len_per_gpu", "n_gpus_per_node", "nnodes", "param_offload"),
+            *("enable_resource_pool", "ulysses_sequence_parallel_size", "use_reward_loop"),
+        )
+    ),
+)

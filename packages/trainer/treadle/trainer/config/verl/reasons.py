@@ -7,18 +7,14 @@ fits a key counts, so that what is special stands above what is general.
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["REASONS", "reason"]
+__all__ = ["REASONS", "of_other_releases", "reason"]
 
-_PROFILER = (
-    "profile the processes from outside, by py-spy or nsys; the time of each phase is time/*"
-)
+_JUDGE = "a reward is reward.name=path.py:function, or a rubric.yaml for a model that judges"
 _ENGINE_ARGS = "set the engine's own argument in rollout.engine_args"
 _MEGATRON = "the policy is Megatron's: see policy.parallel, policy.recompute and policy.dtype"
 
 REASONS: Sequence[tuple[str, str]] = (
     ("*._target_", "classes of verl are not loaded: leave the key out"),
-    ("*.profiler.*", _PROFILER),
-    ("global_profiler.*", _PROFILER),
     ("*.qat.*", "there is no quantization-aware training: train in policy.dtype"),
     ("*.rollout.qat", "there is no quantization-aware training: train in policy.dtype"),
     (
@@ -55,10 +51,6 @@ REASONS: Sequence[tuple[str, str]] = (
         "parallel sizes",
     ),
     (
-        "actor_rollout_ref.actor.megatron.*mbridge*",
-        "the weights of model.path are read by Treadle's own table of names",
-    ),
-    (
         "actor_rollout_ref.actor.megatron.*context_parallel*",
         "every micro-batch is split by policy.parallel.context",
     ),
@@ -66,7 +58,6 @@ REASONS: Sequence[tuple[str, str]] = (
         "actor_rollout_ref.actor.megatron.use_distributed_optimizer",
         "the optimizer's state is sharded where policy.parallel.data is above 1",
     ),
-    ("actor_rollout_ref.actor.megatron.use_remove_padding", "sequences are always packed"),
     ("actor_rollout_ref.actor.megatron.*", _MEGATRON),
     ("actor_rollout_ref.actor.*", _MEGATRON),
     # Reference.
@@ -127,14 +118,13 @@ REASONS: Sequence[tuple[str, str]] = (
         "the chat template is that of model.path: write it into a copy of the model's folder",
     ),
     ("actor_rollout_ref.model.external_lib", "a model's own code is never run"),
-    ("actor_rollout_ref.model.override_config", "edit config.json in a copy of model.path"),
+    ("actor_rollout_ref.model.override_config*", "edit config.json in a copy of model.path"),
     ("actor_rollout_ref.model.*lora*", "see policy.lora: adapters of Hugging Face's matrices"),
     ("actor_rollout_ref.model.*_modules", "name the matrices in policy.lora.targets"),
     ("actor_rollout_ref.model.tiled_mlp.*", "set policy.micro_batch_tokens"),
     ("actor_rollout_ref.model.*", _MEGATRON),
     # Data.
     ("data.tokenizer", "the tokenizer is that of model.path"),
-    ("data.trust_remote_code", "a model's own code is never run"),
     ("data.train_max_samples", "cut the file: all rows of data.train_files are used"),
     (
         "data.gen_batch_size",
@@ -166,13 +156,11 @@ REASONS: Sequence[tuple[str, str]] = (
     ),
     (
         "reward_model.*",
-        "there is no reward model: a reward is reward.name=path.py:function, or a rubric.yaml "
-        "for a language model that judges",
+        f"there is no reward model: {_JUDGE}",
     ),
     (
         "reward.reward_model.*",
-        "there is no reward model: a reward is reward.name=path.py:function, or a rubric.yaml "
-        "for a language model that judges",
+        f"there is no reward model: {_JUDGE}",
     ),
     ("reward.*", "a reward is reward.name=path.py:function"),
     # Algorithm.
@@ -199,7 +187,6 @@ REASONS: Sequence[tuple[str, str]] = (
     ("trainer.del_local_ckpt_after_load", "set schedule.keep_checkpoints"),
     ("trainer.esi_redundant_time", "set schedule.save_every"),
     ("trainer.checkpoint_callback_class", "train(on_step=...) calls your function after each step"),
-    ("trainer.max_critic_ckpt_to_keep", "set schedule.keep_checkpoints"),
     (
         "trainer.v1.trainer_mode",
         "set schedule.kind: stream for colocate_async, async for separate_async",
@@ -232,6 +219,24 @@ REASONS: Sequence[tuple[str, str]] = (
     ("ray_init*", "Ray is set up by launch.kind=ray and the keys of launch"),
     ("ray_kwargs*", "Ray is set up by launch.kind=ray and the keys of launch"),
 )
+
+_OTHER_RELEASES: Sequence[tuple[str, str]] = (
+    (
+        "reward_model.sandbox_fusion.*",
+        "a sandbox is in the catalogue of tools: agent.tool_catalogue",
+    ),
+    ("reward_model.reward_kwargs.*", _JUDGE),
+    ("data.sampler.*", "rows are shuffled by data.shuffle and run.seed"),
+    ("algorithm.rollout_correction.*", "see algorithm.correction"),
+    ("trainer.rl_logging_board_dir", "loggers are in run.loggers"),
+    ("actor_rollout_ref.model.torch_dtype", "see policy.dtype"),
+    ("*.override_transformer_config.fp8*", "the policy computes in policy.dtype"),
+)
+
+
+def of_other_releases(key: str) -> str | None:
+    """Returns why a key that only other releases of verl have is not available."""
+    return next((why for pattern, why in _OTHER_RELEASES if fnmatchcase(key, pattern)), None)
 
 
 def reason(key: str) -> str | None:
