@@ -73,11 +73,8 @@ class InvokeFormat:
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
         place = scan.position
-        while True:
-            found = [(at, mark) for mark in self._opens if (at := scan.find(mark, place)) >= 0]
-            if not found:
-                return
-            start, mark = min(found)
+        while (start := scan.find_first(place, *self._opens)) >= 0:
+            mark = next(mark for mark in self._opens if scan.text.startswith(mark, start))
             place = start + len(mark)
             closed = scan.is_closed(place, mark, self._closes[self._opens.index(mark)])
             if scan.after(self._call, place) < 0 and not closed:

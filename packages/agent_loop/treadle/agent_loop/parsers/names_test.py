@@ -17,7 +17,7 @@ from treadle.agent_loop.parsers import (
     parser_for_template,
     parser_named,
 )
-from treadle.agent_loop.parsers.base import StreamingParser
+from treadle.agent_loop.parsers.base import StreamingParser, ToolCallParser
 from treadle.agent_loop.parsers.testing import ARGUMENTS, REASONING, SAMPLES, TOOL, Sample
 
 every_parser = pytest.mark.parametrize("name", PARSER_NAMES)
@@ -193,9 +193,13 @@ class Counting(str):
         return super().count(*args)  # type: ignore[arg-type]
 
 
-def stuck_texts() -> Iterator[str]:
+def stuck_texts(parser: ToolCallParser) -> Iterator[str]:
     """What a model says that is stuck; some of it is closed far away."""
     calls = [sample.text for sample in SAMPLES]
+    thinking = getattr(parser, "thinking", None)
+    if thinking is not None:  # reasoning that begins within a call, and is not closed
+        for sample in SAMPLES:
+            yield sample.text.replace(sample.first, sample.first + thinking.open) * 200
     halves = [text[: len(text) // 2] for text in calls] + [
         text[: -len(text) // 4] for text in calls
     ]
@@ -210,7 +214,7 @@ def stuck_texts() -> Iterator[str]:
 @every_parser
 def test_time_is_linear_for_a_model_that_is_stuck(name: str) -> None:
     parser = parser_named(name)
-    for text in stuck_texts():
+    for text in stuck_texts(parser):
         Counting.seen = 0
         parser.parse(Counting(text), tools=[TOOL], prompt_end="x")
         assert Counting.seen < 20 * len(text), (text[:80], Counting.seen / len(text))

@@ -48,14 +48,10 @@ class Qwen3CoderFormat:
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
         place = scan.position
-        while True:
-            opened, start = scan.find(_OPEN, place), scan.find(_FUNCTION, place)
-            if opened >= 0 and (start < 0 or opened < start):
-                place = self._read_wrapped(scan, schemas, opened)
-            elif start >= 0:
-                place = self._read_bare(scan, schemas, start)
-            else:
-                return
+        while (start := scan.find_first(place, _OPEN, _FUNCTION)) >= 0:
+            wrapped = scan.text.startswith(_OPEN, start)
+            read = self._read_wrapped if wrapped else self._read_bare
+            place = read(scan, schemas, start)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`."""

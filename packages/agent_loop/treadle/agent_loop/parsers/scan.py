@@ -90,17 +90,35 @@ class Scan:
         first = None if thoughts is None else thoughts.first
         self._blocks = [] if first is None else [first]
         self._seen = start  # up to where the blocks are known
+        # Where reasoning ends that is never closed; found once, as it takes the rest of the text.
+        self._last_calls = -1 if first is None or first.closed else first.stop
 
     def find(self, mark: str, start: int) -> int:
         """Returns the position of the first `mark` at or after `start`, or -1.
 
         One that begins a call is passed over inside reasoning.
         """
-        found = self._find(mark, start)
-        if self._thoughts is not None and mark in self._thoughts.marks:
-            while found >= 0 and found < (stop := self._block_before(self._thoughts, found).stop):
-                found = self._find(mark, stop)
-        return found
+        return self.find_first(start, mark)
+
+    def find_first(self, start: int, *marks: str) -> int:
+        """Returns the position of the first of several marks at or after `start`, or -1.
+
+        It looks no farther than that: what is behind may be read otherwise once this is reported.
+        """
+        found = {mark: at for mark in marks if (at := self._find(mark, start)) >= 0}
+        while found:
+            mark = min(found, key=found.__getitem__)
+            place = found[mark]
+            thoughts = self._thoughts
+            if thoughts is None or mark not in thoughts.marks:
+                return place
+            stop = self._block_before(thoughts, place).stop
+            if stop <= place:
+                return place
+            found[mark] = self._find(mark, stop)
+            if found[mark] < 0:
+                del found[mark]
+        return -1
 
     def _find(self, mark: str, start: int) -> int:
         asked, found = self._known.get(mark, (len(self.text) + 1, -1))
@@ -108,10 +126,6 @@ class Scan:
             found = self.text.find(mark, start)
             self._known[mark] = (start, found)
         return found
-
-    def find_first(self, start: int, *marks: str) -> int:
-        """Returns the position of the first of several marks at or after `start`, or -1."""
-        return min((at for mark in marks if (at := self.find(mark, start)) >= 0), default=-1)
 
     def call_starts(self, call: str, *around: str) -> Iterator[int]:
         """Yields the positions of the mark `call`, each after the last reported span.
@@ -139,8 +153,8 @@ class Scan:
 
     def is_closed(self, start: int, mark: str, close: str) -> bool:
         """Returns whether `close` comes before the next `mark`."""
-        end, again = self.find(close, start), self.find(mark, start)
-        return end >= 0 and not 0 <= again < end
+        first = self.find_first(start, mark, close)
+        return first >= 0 and self.text.startswith(close, first)
 
     def end_of_call(self, start: int, *others: str, close: str | None = None) -> int:
         """Returns the end of a malformed call.
@@ -148,11 +162,12 @@ class Scan:
         It is after its closing mark, or before one of the other marks if that comes first. Without
         either it is the end of the text.
         """
-        limit = self.find_first(start, *others)
-        place = self.find(close, start) if close is not None else -1
-        if close is not None and place >= 0 and (limit < 0 or place < limit):
-            return place + len(close)
-        return len(self.text) if limit < 0 else limit
+        marks = others if close is None else (*others, close)
+        place = self.find_first(start, *marks)
+        if place < 0:
+            return len(self.text)
+        closed = close is not None and self.text.startswith(close, place)
+        return place + len(close) if close is not None and closed else place
 
     def call(
         self,
@@ -258,7 +273,9 @@ class Scan:
         opening, closing = thoughts.thinking.open, thoughts.thinking.close
         while 0 <= (start := self._find(opening, self._seen)) <= place:
             end = self._find(closing, start + len(opening))
-            self._seen = thoughts.unclosed(start) if end < 0 else end + len(closing)
+            if end < 0 and self._last_calls < start:
+                self._last_calls = thoughts.unclosed(start)
+            self._seen = self._last_calls if end < 0 else end + len(closing)
             self._blocks.append(Block(start=start, stop=self._seen, closed=end >= 0))
         before = (block for block in reversed(self._blocks) if block.start <= place)
         return next(before, _NO_BLOCK)
