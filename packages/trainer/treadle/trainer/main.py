@@ -76,6 +76,12 @@ def _trajectories(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _verify(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.verify import main as command
+
+    return command(argv)
+
+
 def _view(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.view import main as command
 
@@ -95,6 +101,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "report": _report,
         "servers": _servers,
         "trajectories": _trajectories,
+        "verify": _verify,
         "view": _view,
     }
 )

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.checkpoint.manifest import DamageError, add_to_manifest
+from treadle.trainer.checkpoint.manifest import MANIFEST, DamageError, add_to_manifest
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
     CONFIG,
@@ -34,6 +34,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
+from treadle.trainer.report.seals import seal, sha256_of
 
 __all__ = ["convert", "exported_model", "resolve_model", "with_local_model", "with_model"]
 
@@ -137,6 +138,9 @@ def _model_of(checkpoint: Checkpoint, run: Path, setting: str, *, weights: bool)
                 work = convert(config, checkpoint, building, adapter=False)
                 thread.submit(asyncio.run, work).result()
             add_to_manifest(place, HF, building)
+            if (manifest := place / MANIFEST).exists():
+                name = f"{CHECKPOINTS}/{place.name}/{MANIFEST}"
+                seal(run, checkpoint.step, name, sha256_of(manifest))
             building.rename(place / HF)
         finally:
             shutil.rmtree(building, ignore_errors=True)

@@ -14,7 +14,14 @@ from treadle.tracing.trajectories.images import (
     write_image,
 )
 from treadle.tracing.trajectories.read import SqlError, TrajectoryFiles, UnknownColumnError
-from treadle.tracing.trajectories.schema import COLUMNS, DIRECTORY, SCHEMA, SCHEMA_VERSION, Column
+from treadle.tracing.trajectories.schema import (
+    COLUMNS,
+    DIRECTORY,
+    SCHEMA,
+    SCHEMA_VERSION,
+    Column,
+    file_name,
+)
 from treadle.tracing.trajectories.write import (
     SpanColumns,
     remove_files_after,
@@ -36,6 +43,7 @@ __all__ = [
     "SqlError",
     "TrajectoryFiles",
     "UnknownColumnError",
+    "file_name",
     "find_image",
     "image_bytes",
     "image_name",

@@ -89,11 +89,13 @@ def add_to_manifest(directory: Path, name: str, folder: Path) -> None:
     write_json(directory / MANIFEST, {"files": files})
 
 
-def check_manifest(directory: Path, *, parts: Collection[str], contents: bool = True) -> int:
+def check_manifest(
+    directory: Path, *, parts: Collection[str] | None = None, contents: bool = True
+) -> int:
     """Compares files with the manifest.
 
     Args:
-        parts: Names of files and folders of the directory; others are not looked at.
+        parts: Names of files and folders of the directory; others are not looked at. None: all.
         contents: Whether to read each of them once, to compare its checksum too.
 
     Returns:
@@ -103,7 +105,9 @@ def check_manifest(directory: Path, *, parts: Collection[str], contents: bool = 
         DamageError: A file is missing, or differs.
     """
     entries = {
-        name: entry for name, entry in _read(directory).items() if name.partition("/")[0] in parts
+        name: entry
+        for name, entry in _read(directory).items()
+        if parts is None or name.partition("/")[0] in parts
     }
     for name, entry in entries.items():
         size = _size(directory / name)

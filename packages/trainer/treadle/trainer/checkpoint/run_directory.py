@@ -32,6 +32,7 @@ from treadle.trainer.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
+from treadle.trainer.report.seals import seal, sha256_of
 
 __all__ = [
     "CHECKPOINTS",
@@ -357,6 +358,9 @@ class Checkpoints:
             write_json(partial / _STATE, state)
             await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
+            manifest = f"{CHECKPOINTS}/{name}/{MANIFEST}"
+            digest = sha256_of(self._directory / name / MANIFEST)
+            seal(self._directory.parent, step, manifest, digest)
             self._point_to(name)
         self._remove_old(name)
 

@@ -25,6 +25,7 @@ COMMANDS = MappingProxyType(
         "new": "write a folder with a task of your own, which trains as it is",
         "report": "make the report of a run again",
         "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",
+        "verify": "check a run: its files against each other, and its steps computed again",
         "view": "show runs in a browser or terminal: curves, trajectories, where the time went",
     }
 )

@@ -11,6 +11,7 @@ name may be logged beside them; every `time/<phase>_s` other than `time/step_s` 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -19,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, Self
 
+from treadle.trainer.report.seals import keep_seals, seal
 from treadle.trainer.report.terminal.lines import keep_lines, read_lines, undamaged_lines
 
 STEP: Final = "step"
@@ -99,6 +101,8 @@ class MetricsLog:
             )
         else:
             self._last_step = -1
+        keep_seals(path.parent, resume_after)
+        self._path = path
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     @property
@@ -124,8 +128,10 @@ class MetricsLog:
             for name, value in values.items()
             if name != STEP
         }
-        self._file.write(json.dumps({STEP: step, **numbers}).encode() + b"\n")
+        line = json.dumps({STEP: step, **numbers}).encode() + b"\n"
+        self._file.write(line)
         os.fsync(self._file.fileno())
+        seal(self._path.parent, step, self._path.name, hashlib.sha256(line).hexdigest())
         self._last_step = step
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from treadle.policy.client.types import TokenValues
 from treadle.tracing import FinishedSpan
 from treadle.tracing.trajectories import (
     DIRECTORY,
+    file_name,
     image_bytes,
     image_name,
     remove_files_after,
@@ -35,6 +36,7 @@ from treadle.tracing.trajectories import (
     write_file,
     write_image,
 )
+from treadle.trainer.report.seals import seal, sha256_of
 from treadle.trainer.report.trajectories import Decode, Phase, choose
 from treadle.trainer.training_loop.trajectory_rows import make_rows
 
@@ -160,13 +162,17 @@ class TrajectoryStore:
             write_image(self._directory, image_name(image.data, image.mime), image.data)
             for image in named
         )
-        return size + write_file(
+        size += write_file(
             self._directory,
             step=held.step,
             phase=held.phase,
             rows=rows,
             left_out=held.left_out,
         )
+        file = self._directory / file_name(held.step, held.phase)
+        name = f"{DIRECTORY}/{file.name}"
+        seal(self._directory.parent, held.step, name, sha256_of(file))
+        return size
 
     async def flush(self) -> None:
         """Waits for the file in work.

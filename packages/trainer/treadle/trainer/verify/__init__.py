@@ -1,0 +1,1 @@
+"""`treadle verify RUN`: whether a finished run is what it says."""

@@ -1,0 +1,191 @@
+"""Computes the steps of a run again, from its recorded trajectories.
+
+The policy ranks start as in the run, with its parallel sizes and its number of threads. Each step's
+batch is made of the recorded trajectories by the code that trains; the update then gives the
+log-probabilities, entropies and metrics that the run recorded, and the weights of its checkpoints,
+bit for bit on the machine and versions that it ran on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.policy.algorithms.estimators import find_estimator
+from treadle.policy.client.group import PolicyGroup
+from treadle.policy.client.types import TokenValues
+from treadle.policy.config.settings import to_json
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest
+from treadle.tracing.trajectories import DIRECTORY, image_bytes
+from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoint, Checkpoints
+from treadle.trainer.config.schema import Config
+from treadle.trainer.launch.environment import cpu_count
+from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.launch.policy_ranks import rank_starter
+from treadle.trainer.model_source import with_local_model
+from treadle.trainer.report.metrics import Record
+from treadle.trainer.training_loop.groups import survivors_of
+from treadle.trainer.training_loop.update_metrics import update_metrics
+from treadle.trainer.verify.quick import train_file
+from treadle.trainer.verify.recorded import RecordedStep, read_step
+
+__all__ = ["CannotReplayError", "replay_problems"]
+
+
+class CannotReplayError(ValueError):
+    """The run has what its trajectory files do not; the message names the setting."""
+
+
+def _check_replayable(run_dir: Path, config: Config) -> None:
+    """Raises if the recorded trajectories are not enough.
+
+    Raises:
+        CannotReplayError: They are not.
+    """
+    algorithm = config.algorithm
+    estimator = find_estimator(algorithm)
+    for key, used in (
+        (f"algorithm.advantage={algorithm.advantage}", estimator.needs_values),
+        (f"algorithm.advantage={algorithm.advantage}", estimator.needs_greedy),
+        (f"algorithm.reward_kl.coef={algorithm.reward_kl.coef}", algorithm.reward_kl.coef > 0),
+        ("algorithm.reference_addresses", bool(algorithm.reference_addresses)),
+        ("algorithm.dynamic_sampling", algorithm.dynamic_sampling is not None),
+        ("policy.moe.routing_replay", config.policy.moe.routing_replay),
+        (f"images in {DIRECTORY}", image_bytes(run_dir / DIRECTORY) > 0),
+    ):
+        if used:
+            raise CannotReplayError(
+                f"{key}: trajectory files do not have all that its steps were computed from; "
+                "leave out --replay"
+            )
+
+
+async def replay_problems(
+    run_dir: Path,
+    config: Config,
+    metrics: Mapping[int, Record],
+    *,
+    after: int = 0,
+    bound: float = 0.0,
+) -> AsyncIterator[tuple[int, list[str]]]:
+    """Yields each step with what does not fit; the first step that has any is the last.
+
+    Args:
+        metrics: The run's, by step.
+        after: Begin with the checkpoint of this step; 0: with `model.path`.
+        bound: Largest difference of a log-probability or entropy, in nats; a metric may differ by
+            the same share. 0: bit for bit.
+
+    Raises:
+        CannotReplayError: The run cannot be replayed.
+        PolicyError: A policy rank failed.
+        ProcessError: A rank did not start.
+        RunDirectoryError: The checkpoint to begin with is damaged or missing.
+        SetupError: The model that the run began with is not there.
+    """
+    _check_replayable(run_dir, config)
+    estimator = find_estimator(config.algorithm)
+    checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=1)
+    local = await asyncio.to_thread(with_local_model, config)
+    async with contextlib.AsyncExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="treadle-verify-")))
+        policy = await stack.enter_async_context(_policy(local, scratch / "logs"))
+        if after:
+            begin = checkpoints.at(after, to="resume")
+            await policy.call(LoadRequest(directory=str(begin.policy_directory.absolute())))
+        request = pb.UpdateRequest(
+            algorithm=to_json(config.algorithm), temperature=config.rollout.temperature
+        )
+        kept = set(checkpoints.steps())
+        for step in sorted(each for each in metrics if each > after):
+            recorded = await asyncio.to_thread(read_step, run_dir / train_file(step))
+            if not recorded.is_whole:
+                raise CannotReplayError(
+                    f"step {step}: {train_file(step)} lacks trajectories, as "
+                    f"run.trajectories_max_bytes={config.run.trajectories_max_bytes} was reached"
+                )
+            survivors = survivors_of(recorded.groups, estimator, version=step - 1)
+            batch = survivors.batch(estimator)
+            response = (await policy.call(request, batch.sequences))[0]
+            problems = [
+                *_tokens(recorded, TokenValues.of(response.tokens), bound),
+                *_metrics(update_metrics(response), metrics[step], bound),
+            ]
+            if step in kept:
+                saved = checkpoints.at(step, to="resume")
+                problems += await _weights(policy, saved, scratch / f"step-{step}")
+            yield step, problems
+            if problems:
+                return
+
+
+@contextlib.asynccontextmanager
+async def _policy(config: Config, logs: Path) -> AsyncIterator[PolicyGroup]:
+    parallel = config.policy.parallel
+    threads = config.launch.policy_threads or max(1, cpu_count() // parallel.num_ranks)
+    async with (
+        LocalLauncher(logs) as launcher,
+        PolicyGroup(
+            rank_starter(launcher, threads=threads),
+            config.policy,
+            config.model.path,
+            with_reference=config.algorithm.keeps_reference,
+            reference_path=config.algorithm.reference_path,
+            start_deadline_s=config.launch.start_deadline_s,
+        ) as policy,
+    ):
+        yield policy
+
+
+def _tokens(recorded: RecordedStep, computed: TokenValues, bound: float) -> Iterator[str]:
+    for name, found in (
+        ("policy_logprobs", computed.logprobs_M),
+        ("entropy", computed.entropy_M),
+    ):
+        kept = recorded.of_tokens(name)
+        if len(kept) != len(found):
+            yield f"{len(kept)} tokens have {name}, and {len(found)} were trained on"
+        elif (difference := _largest(kept, found)) > bound:
+            yield f"{name} differ by up to {difference:.3g} nats from what the policy computes"
+
+
+def _largest(kept: NDArray[np.float32], found: NDArray[np.float32]) -> float:
+    """Returns the largest difference; infinite where only one of them is a number."""
+    if not np.array_equal(np.isnan(kept), np.isnan(found)):
+        return math.inf
+    known = ~np.isnan(kept)
+    difference = kept[known].astype(np.float64) - found[known].astype(np.float64)
+    return float(np.abs(difference).max(initial=0.0))
+
+
+def _metrics(computed: Mapping[str, float], record: Record, bound: float) -> Iterator[str]:
+    for name, value in computed.items():
+        if name.endswith("_s") or name not in record:  # times differ
+            continue
+        kept = record[name]
+        if math.isnan(kept) and not math.isfinite(value):
+            continue
+        if not math.isclose(kept, value, rel_tol=bound, abs_tol=bound):
+            yield f"{name} is {kept}, and the policy computes {value}"
+
+
+async def _weights(policy: PolicyGroup, saved: Checkpoint, scratch: Path) -> list[str]:
+    """Compares the policy with a checkpoint, then goes on with the policy's own state."""
+    ours, theirs = scratch / "computed", scratch / "kept"
+    await policy.call(SaveHfRequest(directory=str(ours)))
+    await policy.call(LoadRequest(directory=str(saved.policy_directory.absolute())))
+    await policy.call(SaveHfRequest(directory=str(theirs)))
+    differ = [
+        file.name
+        for file in sorted(ours.glob("*.safetensors"))
+        if file.read_bytes() != (theirs / file.name).read_bytes()
+    ]
+    return [f"{name} of the checkpoint is not what the policy computes" for name in differ]
