@@ -114,4 +114,4 @@ def test_a_full_disk_keeps_no_half_of_a_file(tmp_path: Path) -> None:
             write_status(tmp_path, Status(state="failed", error="why " * 1000))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "seals.jsonl"}
