@@ -23,8 +23,8 @@ from grpc_status import rpc_status
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc.driven import DrivenAccess
-from treadle.policy.backends.megatron.prefixes.plan import mode_on
 from treadle.policy.client.methods import METHODS, Method, method_of, verb
+from treadle.policy.client.prefixes import mode_on
 from treadle.policy.client.process import (
     RankProcess,
     RankProgram,

@@ -35,7 +35,7 @@ from treadle.agent_loop import (
     PlacedImage,
     RoutedExperts,
 )
-from treadle.policy.backends.megatron.prefixes import plan
+from treadle.policy.client import prefixes
 from treadle.policy.client.batch import balance, cut, has_gradient, input_length
 from treadle.policy.client.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -78,7 +78,7 @@ def assign(
         moved = [has_gradient(sequence) for sequence in part]
         for wanted in (True, False):
             some = [i for i, has in enumerate(moved) if has is wanted and lengths[i]]
-            ordered = plan.shared(part, some, share_prefixes)
+            ordered = prefixes.shared(part, some, share_prefixes)
             if ordered is None:
                 parts = balance([lengths[i] for i in some], num_shards)
                 groups = [[some[place] for place in members] for members in parts]

@@ -43,10 +43,10 @@ from treadle.policy.backends.megatron.model import PolicyModel, build
 from treadle.policy.backends.megatron.offload import copied, offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, Packer
-from treadle.policy.backends.megatron.prefixes import plan
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.client import prefixes
 from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -365,14 +365,14 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         *,
         can_share: bool,
     ) -> MicroBatches:
-        mode = plan.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
+        mode = prefixes.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
         num_shards, shard = self.world.data, self.world.data_rank
         if sequences and sequences[0].shard is not None:  # then the driver has chosen
             computed = [i for i in computed if sequences[i].shard == shard]
             num_shards, shard = 1, 0
-        ordered = plan.shared(sequences, computed, mode if can_share else "never")
+        ordered = prefixes.shared(sequences, computed, mode if can_share else "never")
         if ordered is not None:
-            parts = plan.micro_batches(
+            parts = prefixes.micro_batches(
                 ordered,
                 num_shards=num_shards,
                 shard=shard,

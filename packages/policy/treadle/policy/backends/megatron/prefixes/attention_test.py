@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 from treadle.policy.backends.megatron.attention import Scores
 from treadle.policy.backends.megatron.prefixes import attention
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
-from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of, rows_of_paths
+from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths
+from treadle.policy.client.prefixes import in_order, overlaps_of
 
 trees = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple), min_size=1, max_size=8
