@@ -238,9 +238,8 @@ async def send_all_shards(
     security = access.channels()
 
     async def send(number: int) -> tuple[float, int, int, float]:
-        shard = await asyncio.wrap_future(outgoing.take(number))
-        size = shard.head.ByteSize() + shard.head.memory_bytes
-        async with security.open(addresses[number]) as channel:
+        async with outgoing.taken(number) as shard, security.open(addresses[number]) as channel:
+            size = shard.head.ByteSize() + shard.head.memory_bytes
             await send_shard(channel, shard, security.metadata)
         grown, cpu_s = await asyncio.to_thread(ranks[number].recv)
         return time.perf_counter(), size, grown, cpu_s

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -99,7 +99,9 @@ class _Rank:
                 self.sign = sign
                 self.signs += 1
 
-    async def ask(self, request: Message, shard: Future[Shard] | None) -> "_Answer":
+    async def ask(
+        self, request: Message, shard: AbstractAsyncContextManager[Shard] | None
+    ) -> "_Answer":
         """Returns the answer; a shard of the batch is sent beside the request."""
         method = method_of(request)
         call = self.channel.unary_unary(
@@ -107,9 +109,9 @@ class _Rank:
         )(request, metadata=self.metadata)
         try:
             if shard is not None:
-                encoded = await asyncio.wrap_future(shard)
-                with contextlib.suppress(grpc.RpcError):  # the call fails too
-                    await send_shard(self.channel, encoded, self.metadata)
+                async with shard as encoded:
+                    with contextlib.suppress(grpc.RpcError):  # the call fails too
+                        await send_shard(self.channel, encoded, self.metadata)
             return cast(Message, await call)
         except grpc.aio.AioRpcError as error:
             return _failure(error, method)
@@ -325,13 +327,11 @@ class PolicyGroup:
         numbered.MergeFrom(request)
         numbers = await asyncio.to_thread(self._assign, request, sequences)
         parallel = self._config.parallel
-        outgoing, shards = Outgoing(parallel.data), dict[int, Future[Shard]]()
-        led = set[int]()
+        leaders: dict[int, int] = {}
         for rank in range(parallel.num_ranks):
-            number = parallel.data_rank(rank)
-            if number not in led:
-                led.add(number)
-                shards[rank] = outgoing.take(number)
+            leaders.setdefault(parallel.data_rank(rank), rank)
+        outgoing = Outgoing(parallel.data)
+        shards = {rank: outgoing.taken(number) for number, rank in leaders.items()}
         encoding = asyncio.create_task(
             asyncio.to_thread(outgoing.encode, sequences, numbers, batch=self._batches),
             name="encode a batch",
@@ -339,6 +339,7 @@ class PolicyGroup:
         try:
             return await self._exchange([numbered] * len(self._ranks), shards)
         finally:
+            outgoing.close()
             await asyncio.wait({encoding})
 
     def _assign(self, request: Message, sequences: Sequence[TrainSequence]) -> list[int]:
@@ -356,7 +357,7 @@ class PolicyGroup:
     async def _exchange(
         self,
         requests: Sequence[Message | None],
-        shards: Mapping[int, Future[Shard]] | None = None,
+        shards: Mapping[int, AbstractAsyncContextManager[Shard]] | None = None,
     ) -> list[Any]:
         """Sends each rank its request (None: nothing to do) and returns the responses.
 
