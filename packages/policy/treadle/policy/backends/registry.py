@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from treadle.policy.backends.description import refusals
 
@@ -79,8 +79,9 @@ def _hidden(module: str) -> Iterator[None]:
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment]
+    modules: dict[str, Any] = sys.modules
+    modules[module] = None  # Python: there is none of this name
     try:
         yield
     finally:
-        del sys.modules[module]
+        del modules[module]

@@ -293,8 +293,8 @@ class PolicyGroup:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if not first.done():
                     raise await self._lost(number, process)
-                sign = await first
-            return _Rank(number, process, channel, security.metadata, watch, sign)  # type: ignore[arg-type]
+                sign = cast(rank_pb.WatchResponse, await first)  # a rank begins with one
+            return _Rank(number, process, channel, security.metadata, watch, sign)
         except BaseException as error:
             watch.cancel()
             await channel.close()

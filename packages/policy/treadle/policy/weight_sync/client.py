@@ -74,8 +74,8 @@ class WeightSyncClient:
         security = security or ChannelSecurity()
         self._channel = security.open(address)
         self._metadata = security.metadata
-        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._server = server_grpc.ServerServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)
+        self._server = server_grpc.ServerServiceStub(self._channel)
 
     async def info(self) -> server_pb.GetServerInfoResponse:
         """Returns what the server is and holds."""

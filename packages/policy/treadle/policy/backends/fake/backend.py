@@ -473,7 +473,7 @@ def _loss(
         selected_T=None if batch[0].selected is None else flags("selected"),
     )
     output = loss(inputs)
-    (output.loss_T * torch.from_numpy(weights_T)).sum().backward()  # type: ignore[no-untyped-call]
+    (output.loss_T * torch.from_numpy(weights_T)).sum().backward()
     zero = torch.zeros_like(logprobs_T)
     gradients = [_numpy(zero if x.grad is None else x.grad) for x in (logprobs_T, entropy_T)]
     by_logprob_T, by_entropy_T = (g.astype(np.float64) for g in gradients)

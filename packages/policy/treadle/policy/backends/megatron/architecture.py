@@ -399,7 +399,8 @@ class Architecture(ModelShape):
 
 def _check_type(model_type: object) -> None:
     if model_type not in MODEL_TYPES:
-        why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""  # type: ignore[index]
+        reason = REFUSED.get(str(model_type))
+        why = f": {reason}" if reason else ""
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported by the Megatron backend{why}; supported: "
             f"{', '.join(MODEL_TYPES)}"

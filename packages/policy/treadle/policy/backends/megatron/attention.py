@@ -76,7 +76,7 @@ class SegmentGroup:
 
 
 @dataclass
-class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
+class Segments(PackedSeqParams):
     """The segments that Megatron hands through to `PackedAttention` unread.
 
     `qkv_format` stays "sbhd": to Megatron the micro-batch is one sequence of batch size 1, and the
@@ -229,7 +229,7 @@ def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
     return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
+class PackedAttention(MegatronModule):
     """The `core_attention` of a Megatron layer spec, by torch's scaled dot-product attention."""
 
     def __init__(self, config: Any, layer_number: int, *, scores: Sequence[Scores], **_: Any):

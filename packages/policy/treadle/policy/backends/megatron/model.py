@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.Module):
             torch.empty(hidden_size, dtype=config.params_dtype, device=device.device())
         )
         # Megatron sums the gradients of parameters so marked over the tensor-parallel group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension."""
@@ -101,7 +101,7 @@ class NormAndAdd(torch.nn.Module):
         return residual + normed
 
 
-class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is untyped
+class TwoRotationsAttention(SelfAttention):
     """Self-attention where layers with a window have their own rotary frequencies."""
 
     def __init__(self, *args: Any, architecture: Architecture, layer_number: int, **kwargs: Any):
@@ -114,10 +114,12 @@ class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is
     ) -> tuple[Tensor, Tensor | None]:
         """Takes the layer's angles out of [P, 1, 2, D], those of both frequencies."""
         angles = rotary_pos_emb[:, :, self._which, None]
-        return super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)  # type: ignore[no-any-return]
+        out: tuple[Tensor, Tensor | None]
+        out = super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)
+        return out
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
+class PolicyModel(GPTModel):
     """One pipeline stage of the policy, up to and without the output layer."""
 
     def __init__(

@@ -304,7 +304,7 @@ class CollectiveSender:
 
         group = CollectiveGroup(
             name=request.group_name,
-            backend=request.backend,  # type: ignore[arg-type]
+            backend=request.backend,
             rendezvous=request.rendezvous,
             world_size=request.world_size,
             num_senders=num_senders,

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -43,13 +43,14 @@ class CollectiveGroup:
 
     Attributes:
         name: Never used before in its store.
+        backend: "gloo" or "nccl".
         rendezvous: `host:port` of rank 0's store.
         world_size: Number of senders and workers.
         timeout_s: Maximum wait for a member to join, and for one broadcast.
     """
 
     name: str
-    backend: Literal["gloo", "nccl"]
+    backend: str
     rendezvous: str
     world_size: int
     num_senders: int

@@ -217,7 +217,7 @@ class _Stream:
         try:
             security = self._security.read()
             with security.open_blocking(self.target.address) as channel:
-                stub = pb_grpc.WeightSyncServiceStub(channel)  # type: ignore[no-untyped-call]
+                stub = pb_grpc.WeightSyncServiceStub(channel)
                 responses = stub.PushBuckets(
                     self._queue, timeout=self._deadline_s, metadata=security.metadata
                 )

@@ -50,7 +50,7 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
-class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
+class ExpertRouter(TopKRouter):
     """The router of one layer.
 
     Attributes:

@@ -122,7 +122,7 @@ def test_a_step_from_an_adapter_is_that_of_torch(
         ratio, mask = (values - values.detach()).exp(), torch.tensor(s.loss_mask[1:])
         assert isinstance(s.advantages, float)
         loss = loss - (ratio * s.advantages * mask).sum() / total
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.cat([t.grad.flatten() for t in adapter.values() if t.grad is not None]).norm()
 
     settings = config(lora=lora(path=place, targets=targets), recompute="full")

@@ -169,7 +169,7 @@ class Adapters(torch.nn.Module):
         return torch.cat(blocks, -1).flatten(-2)
 
 
-class AdaptedColumns(ColumnParallelLinear):  # type: ignore[misc]  # megatron is untyped
+class AdaptedColumns(ColumnParallelLinear):
     """A column-parallel layer with adapters."""
 
     def __init__(self, *args: Any, adapters: AdapterSpec, **kwargs: Any) -> None:
@@ -202,7 +202,7 @@ class AdaptedColumns(ColumnParallelLinear):  # type: ignore[misc]  # megatron is
         return _sharded(self, {"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)
 
 
-class AdaptedRows(RowParallelLinear):  # type: ignore[misc]  # megatron is untyped
+class AdaptedRows(RowParallelLinear):
     """A row-parallel layer with adapters."""
 
     def __init__(self, *args: Any, adapters: AdapterSpec, **kwargs: Any) -> None:

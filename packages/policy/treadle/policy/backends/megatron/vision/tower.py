@@ -97,7 +97,7 @@ class VisionTower(torch.nn.Module):
         return filled, replace(images, deepstack=deepstack)
 
 
-class DeepstackLayer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
+class DeepstackLayer(TransformerLayer):
     """One of the first layers, whose output gets features of the images of the micro-batch."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
