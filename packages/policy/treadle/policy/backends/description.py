@@ -26,6 +26,20 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Library:
+    """The package that a backend is built on, where it uses what is no stable API.
+
+    Attributes:
+        versions: Those that the backend works with.
+        wanted: The one of them to install with this Python.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a backend can do beyond a policy of one process that trains all weights.
 
@@ -145,6 +159,8 @@ class BackendDescription(Protocol):
 
     name: ClassVar[BackendName]
     capabilities: ClassVar[Capabilities]
+    library: ClassVar[Library | None] = None
+    """None: its version is that of treadle-policy."""
 
     @property
     def model_types(self) -> Collection[str]:

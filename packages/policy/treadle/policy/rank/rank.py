@@ -32,13 +32,13 @@ from treadle.policy.backend import (
 from treadle.policy.backends import registry
 from treadle.policy.client.methods import verb
 from treadle.policy.client.shards import decode
-from treadle.policy.client.types import LossAggregation, TrainSequence
+from treadle.policy.client.types import LossAggregation, RankCause, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.choices import BackendName
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
-from treadle.policy.rank.rank_time import RANK_TIME, RankCause, spent_on
+from treadle.policy.rank.rank_time import RANK_TIME, spent_on
 from treadle.policy.rank.server import RankServer, Received, RequestFailed
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import errors_pb2
@@ -72,10 +72,6 @@ _CAUSES: Final[Mapping[str, RankCause]] = {
     **dict.fromkeys(("GetPolicyInfo", "ReportTime", "ReportOffload", "Stop"), "waiting"),
 }
 """What the time of a request goes to, unless a part of it says otherwise; else to weights."""
-
-
-_LIBRARIES: Final = {"megatron": "megatron-core"}
-"""The library whose version is that of a backend; else that of this package."""
 
 
 class PolicyRank:
@@ -131,7 +127,7 @@ class PolicyRank:
             case rank_pb.InitializeRequest():
                 return self._build(request)
             case rank_pb.ReportTimeRequest():
-                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())  # type: ignore[arg-type]
+                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())
             case rank_pb.ReportOffloadRequest():
                 return self._offload_report()
             case rank_pb.StopRequest():
@@ -170,7 +166,6 @@ class PolicyRank:
     def _compute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
         """Executes a request of `TrainingService`; what is large is answered by rank 0 only."""
         from treadle.policy.rank import train_batch
-        from treadle.policy.rank.fine_tune import logprob_sums, run_fine_tune
 
         policy, answers = self._built, self._rank == 0
         match request:
@@ -213,10 +208,10 @@ class PolicyRank:
                 of_all = train_batch.at_loss_tokens(sequences, logprobs) if answers else b""
                 return pb.LogProbsResponse(logprobs=of_all)
             case pb.LogprobSumsRequest():
-                return pb.LogprobSumsResponse(sums=logprob_sums(policy, sequences))
+                return pb.LogprobSumsResponse(sums=map(sum, policy.logprobs(sequences)))
             case pb.FineTuneRequest():
                 aggregation = cast(LossAggregation, request.aggregation)
-                return run_fine_tune(policy, sequences, aggregation)
+                return train_batch.run_fine_tune(policy, sequences, aggregation)
             case pb.ValuesRequest():
                 values = self._built_critic.values(sequences)
                 of_all = train_batch.at_loss_tokens(sequences, values) if answers else b""
@@ -324,11 +319,12 @@ def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
             f"{backend!r} (policy.backend), only {', '.join(known)}: start it in an environment "
             "with a newer treadle-policy (policy.command)"
         )
-    can = registry.describe(cast(BackendName, backend)).capabilities
+    described = registry.describe(cast(BackendName, backend))
+    can, library = described.capabilities, described.library
     return rank_pb.GetPolicyInfoResponse(
         treadle_version=_version("treadle-policy"),
         backend=backend,
-        backend_version=_version(_LIBRARIES.get(backend, "treadle-policy")),
+        backend_version=_version("treadle-policy" if library is None else library.name),
         python_version=platform.python_version(),
         torch_version=_version("torch"),
         capabilities=rank_pb.Capabilities(

@@ -21,11 +21,18 @@ from numpy.typing import NDArray
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.kl import kl_penalty
+from treadle.policy.algorithms.losses import NegativeLogLikelihood
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
 from treadle.policy.backend import CriticBackend, PolicyBackend
 from treadle.policy.client.batch import cut, of_loss_tokens
-from treadle.policy.client.types import LossStats, OptimizerStats, StepStats, TrainSequence
+from treadle.policy.client.types import (
+    LossAggregation,
+    LossStats,
+    OptimizerStats,
+    StepStats,
+    TrainSequence,
+)
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.rank_time import spent_on
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -35,6 +42,7 @@ __all__ = [
     "measure_reference",
     "not_finite",
     "run_critic_update",
+    "run_fine_tune",
     "run_forward_backward",
     "run_update",
     "stats_message",
@@ -172,6 +180,16 @@ def run_critic_update(
     return pb.UpdateCriticResponse(
         steps=[stats_message(pb.StepStats, step) for step in steps],
         broken=_not_finite_critic(critic, sequences),
+    )
+
+
+def run_fine_tune(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
+) -> pb.FineTuneResponse:
+    """Takes one optimizer step on what the assistant said, and looks at what it left."""
+    step = policy.train_step(sequences, NegativeLogLikelihood(), aggregation=aggregation)
+    return pb.FineTuneResponse(
+        steps=[stats_message(pb.StepStats, step)], broken=not_finite(policy, sequences, 1.0)
     )
 
 

@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, ClassVar
 from treadle.policy.backends.description import (
     BackendDescription,
     Capabilities,
+    Library,
     MemoryEstimate,
     UnsupportedModelError,
 )
+from treadle.policy.backends.megatron import VERSION, VERSIONS
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
 from treadle.policy.backends.megatron.experts.check import split_problems, training_problems
 from treadle.policy.backends.megatron.memory import estimate_memory
@@ -39,6 +41,9 @@ class MegatronDescription(BackendDescription):
         routing_replay=True,
         recompute=True,
         shared_prefixes=True,
+    )
+    library: ClassVar[Library | None] = Library(
+        name="megatron-core", versions=VERSIONS, wanted=VERSION
     )
     model_types: Collection[str] = tuple(MODEL_TYPES)
     vision_types: Collection[str] = tuple(NAMING)
