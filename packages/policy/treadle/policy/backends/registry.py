@@ -27,7 +27,7 @@ def describe(name: BackendName) -> BackendDescription:
 
             return MegatronDescription()
         case "fake":
-            from treadle.policy.backends.fake.description import FakeDescription
+            from treadle.policy.testing.fake.description import FakeDescription
 
             return FakeDescription()
     assert_never(name)
@@ -65,7 +65,7 @@ def build(
             with _hidden("wandb"):
                 from treadle.policy.backends.megatron.backend import MegatronPolicy as backend
         case "fake":
-            from treadle.policy.backends.fake.backend import FakePolicy as backend
+            from treadle.policy.testing.fake.backend import FakePolicy as backend
         case unknown:
             assert_never(unknown)
     return backend(

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import BoolArray, FloatArray
 from treadle.policy.backend import LossFn
-from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import cut, of_loss_tokens
 from treadle.policy.client.types import (
     LossAggregation,
@@ -19,6 +18,7 @@ from treadle.policy.client.types import (
 )
 from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
+from treadle.policy.testing.fake.backend import FakePolicy
 
 
 class _Policy(FakePolicy):

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.policy.backend import CheckpointError, LossInputs, PolicyBackend, Rendezvous
-from treadle.policy.backends.fake.description import FakeDescription, FakeModel
 from treadle.policy.client.batch import (
     check_optional_fields,
     has_gradient,
@@ -44,6 +43,7 @@ from treadle.policy.client.types import (
     TrainSequence,
 )
 from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.testing.fake.description import FakeDescription, FakeModel
 
 if TYPE_CHECKING:
     import torch
