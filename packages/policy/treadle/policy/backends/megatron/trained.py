@@ -80,14 +80,11 @@ class TrainedModel:
         lr = self._settings.learning_rate(self._step)
         self._offload.restore("optimizer")
         with spent_on("optimizer"):
-            applied = self._optimizer.apply(lr)
+            norm, applied = self._optimizer.apply(lr)
         self._offload.release("optimizer")
         self._step += 1
         return OptimizerStats(
-            step=self._step,
-            grad_norm=applied.grad_norm,
-            skipped=applied.skipped,
-            learning_rate=lr,
+            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=lr
         )
 
     def weights_are_finite(self) -> bool:

@@ -34,48 +34,28 @@ if TYPE_CHECKING:
     from treadle.policy.client.types import ElementType
 
 
-class Layout(Protocol):
-    """How one parameter is assembled and cut."""
+class Layout:
+    """How one parameter is assembled and cut; this one is whole on every rank, as norms are."""
 
     @property
     def replicated(self) -> bool:
         """Whether every tensor-parallel rank has the whole tensor."""
-        ...
+        return type(self) is Layout
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         """Returns the whole Megatron tensor, without vocabulary padding."""
-        ...
-
-    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
-        """Returns the Hugging Face tensors: the inverse of `merge`."""
-        ...
-
-    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
-        """Returns the part of one tensor-parallel rank, of the given shape."""
-        ...
-
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Returns the whole tensor: the inverse of `shard` over all ranks."""
-        ...
-
-
-class _Same:
-    """One tensor, whole on every rank: norms."""
-
-    @property
-    def replicated(self) -> bool:
-        return type(self) is _Same
-
-    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         return parts[0]
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        """Returns the Hugging Face tensors: the inverse of `merge`."""
         return [whole]
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        """Returns the part of one tensor-parallel rank, of the given shape."""
         return whole
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """Returns the whole tensor: the inverse of `shard` over all ranks."""
         return shards[0]
 
 
@@ -84,7 +64,7 @@ def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
-class _OutputRows(_Same):
+class _OutputRows(Layout):
     """One tensor cut along its output dimension: B of a column-parallel layer's adapter."""
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
@@ -94,7 +74,7 @@ class _OutputRows(_Same):
         return _cat(shards, 0)
 
 
-class _InputColumns(_Same):
+class _InputColumns(Layout):
     """One tensor cut along its input dimension: projections back to the hidden size."""
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
@@ -117,7 +97,7 @@ class _Qkv(_OutputRows):
         return [x.flatten(0, 1) for x in torch.split(heads, sizes, 1)]
 
 
-class _GateAndUp(_Same):
+class _GateAndUp(Layout):
     """[gate rows, up rows] on every rank; the whole is [2, rows, columns]."""
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
@@ -154,7 +134,7 @@ class _FusedGateAndUp(_GateAndUp):
         return [whole.flatten(0, 1)]
 
 
-class _Vocabulary(_Same):
+class _Vocabulary(Layout):
     """Rows of ids, padded with zeros at the end, cut into equal runs."""
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
@@ -170,7 +150,7 @@ class _Vocabulary(_Same):
         return _cat(shards, 0)
 
 
-_SAME, _COLUMNS, _ROWS, _VOCAB = _Same(), _InputColumns(), _OutputRows(), _Vocabulary()
+_SAME, _COLUMNS, _ROWS, _VOCAB = Layout(), _InputColumns(), _OutputRows(), _Vocabulary()
 _QKV, _FUSED_QKV, _GATED, _FUSED_GATED = _Qkv(), _FusedQkv(), _GateAndUp(), _FusedGateAndUp()
 
 _FUSED: Final[dict[str, Layout]] = {"qkv_proj": _FUSED_QKV, "gate_up_proj": _FUSED_GATED}

@@ -49,15 +49,10 @@ class RunGroup:
     padding: Tensor | None
     """The places that are padding."""
 
-    def spread(self, x_PAD: Tensor) -> Tensor:
-        """[P, A, D] -> [N, A, S, D]."""
+    def spread(self, x_PAD: Tensor, *, is_gradient: bool = False) -> Tensor:
+        """[P, A, D] -> [N, A, S, D]; a gradient is 0 in the padding."""
         taken = x_PAD.index_select(0, self.source_NS)
-        return taken.view(self.count, self.longest, *x_PAD.shape[1:]).transpose(1, 2)
-
-    def spread_gradient(self, x_PAD: Tensor) -> Tensor:
-        """The same, but zeros in the padding."""
-        taken = x_PAD.index_select(0, self.source_NS)
-        if self.padding is not None:
+        if is_gradient and self.padding is not None:
             taken.index_fill_(0, self.padding, 0.0)
         return taken.view(self.count, self.longest, *x_PAD.shape[1:]).transpose(1, 2)
 
@@ -190,7 +185,7 @@ class _TreeAttention(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
         for group in tree.own:
             parts = _backward(
-                group.spread_gradient(grad),
+                group.spread(grad, is_gradient=True),
                 group.spread(query),
                 group.spread(key),
                 group.spread(value),
