@@ -26,11 +26,10 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Library:
+class BackendLibrary:
     """The package that a backend is built on, where it uses what is no stable API.
 
     Attributes:
-        versions: Those that the backend works with.
         wanted: The one of them to install with this Python.
     """
 
@@ -45,7 +44,6 @@ class Capabilities:
 
     Attributes:
         parallel: The sizes of `policy.parallel` that may be above 1.
-        other_reference: Whether the reference may be another model.
         shared_prefixes: Whether it can compute what sequences have in common once.
     """
 
@@ -91,7 +89,7 @@ class MemoryEstimate:
 
     Attributes:
         reference: The copy of the starting weights, or another model; 0 without one.
-        activations: Of the micro-batches under way, logits included.
+        activations: Activations of the micro-batches under way, logits included.
         exchanged: The present weights' copy while the starting weights are in their place.
     """
 
@@ -114,9 +112,9 @@ class RankMemory:
     """Bytes of a rank, of policy and critic together.
 
     Attributes:
-        peak: Of the device, at the moment that needs most.
-        between: Of the device, between the phases of the policy.
-        host: Of host memory, between the phases, for what `policy.offload` took off the device.
+        peak: Device memory at the moment that needs most.
+        between: Device memory between the phases of the policy.
+        host: Host memory between the phases, for what `policy.offload` took off the device.
     """
 
     peak: int
@@ -159,7 +157,7 @@ class BackendDescription(Protocol):
 
     name: ClassVar[BackendName]
     capabilities: ClassVar[Capabilities]
-    library: ClassVar[Library | None] = None
+    library: ClassVar[BackendLibrary | None] = None
     """None: its version is that of treadle-policy."""
 
     @property
@@ -215,7 +213,6 @@ class BackendDescription(Protocol):
         Args:
             model: The parallel sizes divide it.
             rows: Tokens of a micro-batch, over all context ranks.
-            reference: Whether there is a reference.
             other_reference: The model that is the reference; None: the starting weights are.
         """
         ...
@@ -232,12 +229,7 @@ def refusals(
     critic: bool = False,
     other_reference: bool = False,
 ) -> Iterator[str]:
-    """Yields each setting that a backend cannot carry out for any model, and the fix.
-
-    Args:
-        critic: Whether the algorithm needs a critic.
-        other_reference: Whether the reference is another model.
-    """
+    """Yields each setting that a backend cannot carry out for any model, and the fix."""
     can, offloaded = backend.capabilities, policy.offload.names
     settings = [
         (f"policy.parallel.{name}", size, name not in can.parallel and size > 1, "1")

@@ -44,7 +44,6 @@ def build(
     """Joins the other ranks and loads the model, in a rank; collective.
 
     Args:
-        keep_reference: Keep a frozen model for `reference_logprobs`.
         reference_path: Its Hugging Face folder, another model with the same tokenizer. None: the
             weights as they are now.
 

@@ -71,7 +71,6 @@ class _Rank:
     """One rank.
 
     Attributes:
-        sign: Its latest sign of life.
         signs: How many it has given.
         silent: Whether it was found dead for want of them.
     """
@@ -159,14 +158,12 @@ class PolicyGroup:
         """Starts nothing yet.
 
         Args:
-            start_rank: Starts the process of a rank.
             model_path: Directory of the model that training starts from.
-            with_reference: Whether the ranks keep a reference.
             reference_path: Directory of the reference; None: it is the model that training starts
                 from.
             own_devices: Whether the process of a rank sees its own GPUs only.
             start_deadline_s: Maximum time for a rank to start, and then to be connected.
-            critic: Of the critic on the same ranks; None: there is none.
+            critic: The critic on the same ranks; None: there is none.
             tls: Directory of the run's certificates; None: ranks are reached in plain text.
         """
         self._start_process = start_rank
@@ -362,7 +359,7 @@ class PolicyGroup:
         """Sends each rank its request (None: nothing to do) and returns the responses.
 
         Args:
-            shards: By rank: what of the batch is sent to it, once it is encoded.
+            shards: Each rank's part of the batch, once it is encoded; by rank.
         """
         assert not self._broken, "a broken policy group can only be closed"
         loop, shards = asyncio.get_running_loop(), shards or {}

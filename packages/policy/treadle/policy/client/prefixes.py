@@ -188,7 +188,6 @@ def micro_batches(
     """Returns one shard's micro-batches, of at most `max_tokens` rows; may be empty.
 
     Args:
-        batch: All sequences that are computed.
         max_tokens: Maximum number of rows in a micro-batch; a longer sequence is its own.
         at_least: Number of micro-batches to make if that makes the largest smaller: a pipeline of n
             stages idles with fewer than n.

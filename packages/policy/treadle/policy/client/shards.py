@@ -101,7 +101,6 @@ class Shard:
     """A batch as one data-parallel group gets it, on its way.
 
     Attributes:
-        head: Says where the arrays lie in the memory.
         buffers: Pieces of memory, in the order of the arrays.
     """
 

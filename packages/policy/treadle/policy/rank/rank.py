@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from google.protobuf.message import Message
 
@@ -30,7 +30,7 @@ from treadle.policy.backend import (
     Rendezvous,
 )
 from treadle.policy.backends import registry
-from treadle.policy.client.methods import verb
+from treadle.policy.client.methods import method_of, verb
 from treadle.policy.client.shards import decode
 from treadle.policy.client.types import LossAggregation, RankCause, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
@@ -39,7 +39,7 @@ from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
 from treadle.policy.rank.rank_time import RANK_TIME, spent_on
-from treadle.policy.rank.server import RankServer, Received, RequestFailed
+from treadle.policy.rank.server import RankServer, ReceivedShard, RequestFailed
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import errors_pb2
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
@@ -95,7 +95,9 @@ class PolicyRank:
             model.release_memory()
         return response
 
-    def receive(self, batch: int, take: Callable[[int], Received]) -> tuple[TrainSequence, ...]:
+    def receive(
+        self, batch: int, take: Callable[[int], ReceivedShard]
+    ) -> tuple[TrainSequence, ...]:
         """Returns the sequences of a batch; collective over the ranks that share them."""
         policy = self._built
         own: tuple[Frame | None, Frame | None] = None, None
@@ -136,27 +138,32 @@ class PolicyRank:
                 if self._policy is not None:
                     self._policy.close()
                 return rank_pb.StopResponse()
-            case checkpoint_pb.SaveRequest():
-                self._built.save(Path(request.directory))
-                return checkpoint_pb.SaveResponse()
-            case checkpoint_pb.LoadRequest():
-                self._built.load(Path(request.directory))
-                return checkpoint_pb.LoadResponse()
-            case checkpoint_pb.SaveHfRequest():
-                self._built.save_hf(Path(request.directory))
-                return checkpoint_pb.SaveHfResponse()
-            case checkpoint_pb.SaveAdapterRequest():
-                self._built.save_adapter(Path(request.directory))
-                return checkpoint_pb.SaveAdapterResponse()
-            case checkpoint_pb.SaveCriticRequest():
-                self._built_critic.save(Path(request.directory))
-                return checkpoint_pb.SaveCriticResponse()
-            case checkpoint_pb.LoadCriticRequest():
-                self._built_critic.load(Path(request.directory))
-                return checkpoint_pb.LoadCriticResponse()
+        if request.DESCRIPTOR.file is checkpoint_pb.DESCRIPTOR:
+            return self._use_directory(request)
         if request.DESCRIPTOR.file is pb.DESCRIPTOR:
             return self._compute(request, sequences)
         return self._send_weights(request)
+
+    def _use_directory(self, request: Any) -> Message:
+        """Executes a request of `CheckpointService`: each has a directory, and no response."""
+        directory = Path(request.directory)
+        match request:
+            case checkpoint_pb.SaveRequest():
+                self._built.save(directory)
+            case checkpoint_pb.LoadRequest():
+                self._built.load(directory)
+            case checkpoint_pb.SaveHfRequest():
+                self._built.save_hf(directory)
+            case checkpoint_pb.SaveAdapterRequest():
+                self._built.save_adapter(directory)
+            case checkpoint_pb.SaveCriticRequest():
+                self._built_critic.save(directory)
+            case checkpoint_pb.LoadCriticRequest():
+                self._built_critic.load(directory)
+            case _:
+                raise NotImplementedError(verb(request))
+        response: Message = method_of(request).response()
+        return response
 
     @property
     def _built_critic(self) -> CriticBackend:

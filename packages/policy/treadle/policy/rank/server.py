@@ -34,7 +34,7 @@ from treadle.policy.v1 import training_service_pb2 as pb
 
 __all__ = ["Asked", "RankServer", "RequestFailed"]
 
-Received = tuple[pb.Shard, bytearray]
+ReceivedShard = tuple[pb.Shard, bytearray]
 
 
 class RequestFailed(Exception):
@@ -64,7 +64,7 @@ class RankServer:
         self._program = program
         self._main = threading.get_ident()
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._batches: dict[int, Future[Received]] = {}
+        self._batches: dict[int, Future[ReceivedShard]] = {}
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
@@ -91,14 +91,14 @@ class RankServer:
     def __iter__(self) -> Iterator[Asked]:
         return iter(self._asked.get, None)  # None ends it
 
-    def take_batch(self, number: int) -> Received:
+    def take_batch(self, number: int) -> ReceivedShard:
         """Returns the shard of a batch, when it has come, and forgets it."""
         try:
             return self._batch(number).result()
         finally:
             del self._batches[number]
 
-    def _batch(self, number: int) -> "Future[Received]":
+    def _batch(self, number: int) -> "Future[ReceivedShard]":
         return self._batches.setdefault(number, Future())
 
     def _run(self) -> None:

@@ -118,10 +118,6 @@ def measure_reference(
     """Computes the KL of a batch against the reference, at the weights before its updates.
 
     Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
-
-    Args:
-        policy: This rank's part of it.
-        algorithm: Says which estimate of the KL is taken, and what the update will need.
     """
     ours: list[FloatArray] = []
     if algorithm.old_logprobs == "policy":
@@ -161,9 +157,6 @@ def run_critic_update(
     """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps.
 
     Args:
-        critic: This rank's part of it.
-        algorithm: Says how the batch is cut, and how the losses of tokens are added up.
-        epochs: Number of passes over the batch.
         free_memory: Whether cached device memory is released at the end, for other processes.
     """
     steps = tuple(
@@ -291,7 +284,7 @@ def _token_values(
     """Returns the values of all loss tokens of the batch.
 
     Args:
-        steps: Those of the first epoch have the values of their mini-batch each.
+        steps: Each of the first epoch has the values of its mini-batch.
         measured: The batch with the policy's log-probabilities before the update, if there are any.
     """
     kept = [step.tokens for step in steps if step.tokens is not None]
@@ -326,7 +319,7 @@ def _of_all(
     """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
 
     Args:
-        values: Of the loss tokens of each; nothing is read of an outline's.
+        values: [M] of each sequence; nothing is read of an outline's.
     """
     own = [
         np.zeros_like(each) if sequence.is_outline else each

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from treadle.policy.backends.description import (
     BackendDescription,
+    BackendLibrary,
     Capabilities,
-    Library,
     MemoryEstimate,
     UnsupportedModelError,
 )
@@ -42,7 +42,7 @@ class MegatronDescription(BackendDescription):
         recompute=True,
         shared_prefixes=True,
     )
-    library: ClassVar[Library | None] = Library(
+    library: ClassVar[BackendLibrary | None] = BackendLibrary(
         name="megatron-core", versions=VERSIONS, wanted=VERSION
     )
     model_types: Collection[str] = tuple(MODEL_TYPES)

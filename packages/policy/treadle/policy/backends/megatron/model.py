@@ -26,7 +26,7 @@ from torch import Tensor
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.architecture import padded_vocab
-from treadle.policy.backends.megatron.attention import PackedAttention, Scores, Segments
+from treadle.policy.backends.megatron.attention import PackedAttention, ScoreRule, Segments
 from treadle.policy.backends.megatron.experts import check
 from treadle.policy.backends.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.policy.backends.megatron.lora.linears import adapt_layer, freeze_base
@@ -299,14 +299,14 @@ def _layer_spec(
     return layer
 
 
-def _scores(architecture: Architecture) -> tuple[Scores, ...]:
+def _scores(architecture: Architecture) -> tuple[ScoreRule, ...]:
     """Returns how each layer scores."""
     turning, factor = frequencies(architecture)
     found = []
     for layer in range(architecture.num_layers):
         window = architecture.window(layer)
         has_own = window is not None and architecture.rope_local_theta is not None
-        scores = Scores(
+        scores = ScoreRule(
             scale=architecture.score_scale or architecture.head_dim**-0.5,
             window=window,
             softcap=architecture.score_softcap,

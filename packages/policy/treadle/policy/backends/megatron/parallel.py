@@ -51,7 +51,6 @@ class Split:
     """How the ranks of a pipeline stage share one matrix.
 
     Attributes:
-        rank: Which of them this rank has.
         group: The ranks with the other parts; None if the matrix is whole.
         copy: Which of the copies of its part, over context and data ranks, this rank has.
     """

@@ -196,7 +196,7 @@ _ADAPTER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(\w+)\.\w+\.lora\.([
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class WeightEntry:
     """One Megatron parameter of this rank and the tensors it is made of.
 
     Attributes:
@@ -213,7 +213,7 @@ class Entry:
     delta: Callable[[], Tensor] | None = None
 
 
-def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
+def entries(model: PolicyModel, architecture: Architecture) -> Iterator[WeightEntry]:
     """Yields every weight of this rank's pipeline stage, in model order, without adapters."""
     offset, layer_map = _first_layer(model), _layer_map(architecture.blocks)
     for name, parameter in model.named_parameters():
@@ -222,7 +222,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
         if name.startswith(_TOWER):
             place = NAMING[architecture.model_type].tower
             hf_name = place + name.removeprefix(_TOWER)
-            yield Entry(parameter=parameter, layout=_SAME, hf_names=(hf_name,))
+            yield WeightEntry(parameter=parameter, layout=_SAME, hf_names=(hf_name,))
             continue
         match, expert = _LAYER_NAME.fullmatch(name), None
         if match:
@@ -239,7 +239,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
             layout, hf_names = _WHOLE_MODEL[name]
         copied = name == "output_layer.weight" and architecture.tied
         hf_names = (_EMBEDDING,) if copied else hf_names
-        yield Entry(
+        yield WeightEntry(
             parameter=parameter,
             layout=layout,
             hf_names=tuple(_published(hf_name, architecture) for hf_name in hf_names),
@@ -263,7 +263,7 @@ def adapter_place(architecture: Architecture) -> str:
     return f"base_model.model.{inner}"
 
 
-def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
+def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[WeightEntry]:
     """Yields every parameter of this stage's adapters, under the names of PEFT."""
     offset, place = _first_layer(model), adapter_place(architecture)
     for name, parameter in model.named_parameters():
@@ -273,7 +273,7 @@ def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[
             layer, part, letter, matrix = match.groups()
             block = "self_attn" if part == "self_attention" else "mlp"
             split = _COLUMNS if letter == "A" else _FUSED.get(matrix, _ROWS)
-            yield Entry(
+            yield WeightEntry(
                 parameter=parameter,
                 layout=split if parameter.tensor_model_parallel else _SAME,
                 hf_names=(f"{place}.{int(layer) + offset}.{block}.{matrix}.lora_{letter}.weight",),
@@ -301,7 +301,7 @@ class TensorsByName(Protocol):
 
 
 def load(
-    entries: Iterable[Entry], weights: TensorsByName, architecture: Architecture, w: World
+    entries: Iterable[WeightEntry], weights: TensorsByName, architecture: Architecture, w: World
 ) -> None:
     """Fills the parameters of this rank.
 
@@ -333,7 +333,7 @@ def are_finite(model: torch.nn.Module) -> bool:
 
 
 def export(
-    entries: Iterable[Entry], architecture: Architecture, world: World, *, dtype: torch.dtype
+    entries: Iterable[WeightEntry], architecture: Architecture, world: World, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
     """Yields the tensors of this rank's stage, whole, under their Hugging Face names.
 
@@ -356,7 +356,7 @@ def export(
 
 
 def _names(
-    entry: Entry, architecture: Architecture, world: World
+    entry: WeightEntry, architecture: Architecture, world: World
 ) -> list[tuple[tuple[str, ...], bool]]:
     """Returns the names that this rank's export gives a parameter, and whether it sends them.
 
@@ -384,7 +384,7 @@ def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def specs(
-    entries: Iterable[Entry],
+    entries: Iterable[WeightEntry],
     architecture: Architecture,
     world: World,
     *,
@@ -404,7 +404,7 @@ def specs(
     return tuple(itertools.chain.from_iterable(gathered))
 
 
-def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
+def _shapes(entry: WeightEntry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
     """Returns the shapes of the whole tensors, by running the layout on tensors without data."""
     local = torch.empty(entry.parameter.shape, device="meta")
     expert = entry.expert is not None

@@ -26,7 +26,7 @@ from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.tiny import sequences, write_model
 
 LOSS = policy_loss(AlgorithmConfig())
-# With eps = 1 parameters compare as gradients do: see parallel_test.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
 RANK, ALPHA = 4, 6.0
 SOME = ("v_proj", "up_proj", "down_proj")  # fused layers of which only a part is adapted

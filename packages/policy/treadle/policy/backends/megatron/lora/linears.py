@@ -55,7 +55,6 @@ class AdapterSpec:
 
     Attributes:
         outputs: Rows of each matrix that is fused in the layer, in order, over all ranks.
-        targets: The matrices with an adapter.
         blocks: Number of equal blocks, over all ranks, in which the rows of the matrices alternate
             (queries, keys and values: one per key-value head); None: one per rank.
     """
@@ -104,7 +103,7 @@ class Adapters(torch.nn.Module):
         """Creates the parameters.
 
         Args:
-            weight: Of the layer on this rank, for inputs, type and device.
+            weight: The layer's weight on this rank, for inputs, type and device.
             split: "A" if the ranks share the columns of A, "B" if they share the rows of B.
             sequence_parallel: Whether each rank computes its rows of the sequence only.
         """

@@ -26,8 +26,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from treadle.policy.backends.megatron.attention import Scores, Segments, end_of_group
-from treadle.policy.backends.megatron.prefixes.tree import Run, runs_of
+from treadle.policy.backends.megatron.attention import ScoreRule, Segments, end_of_group
+from treadle.policy.backends.megatron.prefixes.tree import RowRun, runs_of
 
 _QUERIES_AT_ONCE: Final = 1024
 """Queries whose scores exist at a time where there is no kernel."""
@@ -97,7 +97,7 @@ class TreeSegments(Segments):
         )
 
     def attend(
-        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores
+        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: ScoreRule
     ) -> Tensor:
         """Attends along the path of each row; returns [P, A * D], zeros in the padding.
 
@@ -121,7 +121,7 @@ class TreeSegments(Segments):
         raise NotImplementedError
 
 
-def groups_of(runs: Sequence[Run], at: torch.device) -> Iterator[RunGroup]:
+def groups_of(runs: Sequence[RowRun], at: torch.device) -> Iterator[RunGroup]:
     """Yields runs of similar length together, padded."""
     by_length = sorted(runs, key=lambda run: run.stop - run.start)  # stable: by row where equal
     lengths = [run.stop - run.start for run in by_length]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """Consecutive rows that the same sequences go through: a node of the tree."""
 
     start: int
@@ -26,27 +26,27 @@ class Run:
     """[stop, end) are the rows of those that continue it: its descendants."""
 
 
-def runs_of(lengths: Sequence[int], overlaps: Sequence[int]) -> list[Run]:
+def runs_of(lengths: Sequence[int], overlaps: Sequence[int]) -> list[RowRun]:
     """Returns the nodes of the tree, by their first row.
 
     Args:
-        lengths: Of the sequences, in the order of their ids.
-        overlaps: Of each with the one before it; 0 for the first.
+        lengths: Lengths of the sequences, in the order of their ids.
+        overlaps: Overlap of each with the one before it; 0 for the first.
     """
-    done: list[Run] = []
+    done: list[RowRun] = []
     path: list[tuple[int, int, int]] = []  # (first position, first row, rows) from root to leaf
     rows = 0
     for length, overlap in zip(lengths, overlaps, strict=True):
         while path and path[-1][0] + path[-1][2] > overlap:
             position, row, count = path.pop()
             kept = max(0, overlap - position)
-            done.append(Run(row + kept, row + count, rows))
+            done.append(RowRun(row + kept, row + count, rows))
             if kept:
                 path.append((position, row, kept))
         if length > overlap:
             path.append((overlap, rows, length - overlap))
             rows += length - overlap
-    done += [Run(row, row + count, rows) for _, row, count in path]
+    done += [RowRun(row, row + count, rows) for _, row, count in path]
     return sorted(done, key=lambda run: run.start)
 
 

@@ -52,12 +52,7 @@ class VisionTower(torch.nn.Module):
     """The tower of transformers, frozen or trained."""
 
     def __init__(self, shape: VisionShape, model_type: str, config: Any, *, trained: bool) -> None:
-        """Builds it with random weights.
-
-        Args:
-            config: Megatron's, of the language model.
-            trained: Whether its weights have a gradient.
-        """
+        """Builds it with random weights."""
         from transformers import CONFIG_MAPPING, AutoModel
 
         super().__init__()
