@@ -238,9 +238,8 @@ async def send_all_shards(
     security = access.channels()
 
     async def send(number: int) -> tuple[float, int, int, float]:
-        shard = await asyncio.wrap_future(outgoing.take(number))
-        size = shard.head.ByteSize() + shard.head.memory_bytes
-        async with security.open(addresses[number]) as channel:
+        async with outgoing.taken(number) as shard, security.open(addresses[number]) as channel:
+            size = shard.head.ByteSize() + shard.head.memory_bytes
             await send_shard(channel, shard, security.metadata)
         grown, cpu_s = await asyncio.to_thread(ranks[number].recv)
         return time.perf_counter(), size, grown, cpu_s
@@ -283,7 +282,7 @@ class Gathering:
         return DriverEnd(
             access,
             address,
-            lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,  # type: ignore[no-untyped-call]
+            lambda channel: pb_grpc.LoopWorkerServiceStub(channel).Work,
             split=self._split,
             join=lambda commands: pb.WorkRequest(commands=commands),
             on_message=self._take,
@@ -332,8 +331,8 @@ async def send_all(
         beat=lambda: pb.Event(alive=pb.Alive()),
         beat_s=1.0,
     )
-    servicer = pb_grpc.LoopWorkerServiceServicer()
-    servicer.Work = stream.serve  # type: ignore[method-assign]
+    servicer: Any = pb_grpc.LoopWorkerServiceServicer()
+    servicer.Work = stream.serve
     add = partial(pb_grpc.add_LoopWorkerServiceServicer_to_server, servicer)
     with tempfile.TemporaryDirectory() as folder:
         ready = Path(folder, "ready")

@@ -71,7 +71,7 @@ def said_by(address: str) -> dict[str, object]:
         health = health_pb2_grpc.HealthStub(channel).Check(
             health_pb2.HealthCheckRequest(), timeout=DEADLINE_S
         )
-        stub = server_service_pb2_grpc.ServerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = server_service_pb2_grpc.ServerServiceStub(channel)
         request = server_service_pb2.GetServerInfoRequest(client="client_program")
         info = stub.GetServerInfo(request, timeout=DEADLINE_S)
     return {

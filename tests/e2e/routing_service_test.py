@@ -85,7 +85,7 @@ async def fleet() -> AsyncIterator[Fleet]:
 @asynccontextmanager
 async def control(router: str) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(router) as channel:
-        yield pb_grpc.RoutingServiceStub(channel)  # type: ignore[no-untyped-call]
+        yield pb_grpc.RoutingServiceStub(channel)
 
 
 async def turn(

@@ -84,7 +84,7 @@ def test_losses(name: str) -> None:
     weights = token_weights(sequences, config.loss_aggregation, config.aggregation_length)
     weights_T = torch.tensor(weights).double().repeat_interleave(torch.tensor(lengths))
     loss = (output.loss_T * weights_T).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     assert new_T.grad is not None
     assert output.loss_T.tolist() == pytest.approx(case["loss_of_tokens"], abs=1e-7)
     assert loss.item() == pytest.approx(case["loss"], rel=1e-6)

@@ -29,9 +29,9 @@ def check_torch(context: Context) -> Figures:
         )
         major, minor = torch.cuda.get_device_capability()
         figures["compute capability"] = f"{major}.{minor}"
-        nccl = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        nccl = torch.cuda.nccl.version()
         figures["NCCL"] = ".".join(map(str, nccl))
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        cudnn = torch.backends.cudnn.version()
         figures["cuDNN"] = str(cudnn)
     size, times = (8192, 20) if context.on_gpu else (256, 2)
     generator = torch.Generator().manual_seed(0)

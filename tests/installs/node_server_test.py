@@ -121,7 +121,7 @@ def test_a_run_trains_with_it(server: ServerProcess, tmp_path: Path) -> None:
 
 def _info(address: str) -> srv.GetServerInfoResponse:
     with grpc.insecure_channel(address) as channel:
-        stub = ServerServiceStub(channel)  # type: ignore[no-untyped-call]
+        stub = ServerServiceStub(channel)
         info = stub.GetServerInfo(srv.GetServerInfoRequest(client="test"), timeout=60)
     assert isinstance(info, srv.GetServerInfoResponse)
     return info

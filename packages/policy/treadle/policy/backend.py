@@ -51,8 +51,8 @@ class LossInputs:
     them it is `logprobs_T` detached.
 
     Attributes:
-        logprobs_T: Of the policy being trained; carries the gradient.
-        entropy_T: Of the next-token distribution, in nats; carries the gradient.
+        logprobs_T: Log-probabilities under the policy that is trained; they carry the gradient.
+        entropy_T: Entropy of the next-token distribution, in nats; carries the gradient.
         sample_lengths_S: Number of loss tokens of each sample of the micro-batch; above 0. The
             tokens of a sample are adjacent, in its order, and all in this micro-batch.
     """
@@ -120,7 +120,45 @@ class LossFn(Protocol):
         ...
 
 
-class PolicyBackend(Protocol):
+class TrainedBackend(Protocol):
+    """What a policy and its critic have in common, on one rank. Every method is collective."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps since the beginning of training, over all resumes; skipped ones too."""
+        ...
+
+    def weights_are_finite(self) -> bool:
+        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
+
+        Raises:
+            CheckpointError: It could not be written; whatever was there before is untouched.
+        """
+        ...
+
+    def load(self, directory: Path) -> None:
+        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
+
+        Raises:
+            CheckpointError: There is no complete checkpoint, or it is of another model, or its
+                weights are not finite.
+        """
+        ...
+
+    def release_memory(self) -> None:
+        """Takes off the device what `policy.offload` says, until a method needs it."""
+        ...
+
+    def take_offload_report(self) -> OffloadReport:
+        """Returns what `policy.offload` has moved since the last report."""
+        ...
+
+
+class PolicyBackend(TrainedBackend, Protocol):
     """The policy on one rank. Every method is collective (see the module docstring).
 
     A backend derives from this class, which has `train_step`.
@@ -128,11 +166,6 @@ class PolicyBackend(Protocol):
     A `temperature` divides the logits. Log-probabilities and gradients belong to the distribution
     that was sampled from only if it is the sampling temperature.
     """
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps since the beginning of training, over all resumes."""
-        ...
 
     @property
     def device(self) -> torch.device:
@@ -238,10 +271,6 @@ class PolicyBackend(Protocol):
         )
         return step_stats(computed, self.optimizer_step(), time_s=time.perf_counter() - began)
 
-    def weights_are_finite(self) -> bool:
-        """Returns whether no weight is infinite or NaN; the same on every rank."""
-        ...
-
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """Returns all weights of the model, from all senders; the same on every rank."""
         ...
@@ -251,14 +280,6 @@ class PolicyBackend(Protocol):
 
         Every rank must run the iterator to its end; only the rank that the specs name as `sender`
         uses what it yields.
-        """
-        ...
-
-    def save(self, directory: Path) -> None:
-        """Writes a checkpoint to `directory`, which must not exist; all of it or nothing.
-
-        Raises:
-            CheckpointError: It could not be written; whatever was there before is untouched.
         """
         ...
 
@@ -283,15 +304,6 @@ class PolicyBackend(Protocol):
         """
         ...
 
-    def load(self, directory: Path) -> None:
-        """Restores weights, optimizer and step counter, whatever the parallel sizes were.
-
-        Raises:
-            CheckpointError: There is no complete checkpoint, or it is of another model, or its
-                weights are not finite.
-        """
-        ...
-
     def make_critic(self, config: CriticConfig) -> CriticBackend:
         """Loads a critic beside the policy, with its layout; the critic's value head begins at 0.
 
@@ -300,26 +312,13 @@ class PolicyBackend(Protocol):
         """
         ...
 
-    def release_memory(self) -> None:
-        """Takes off the device what `policy.offload` says, until a method needs it."""
-        ...
-
-    def take_offload_report(self) -> OffloadReport:
-        """Returns what `policy.offload` has moved since the last report."""
-        ...
-
     def close(self) -> None:
         """Leaves the policy's ranks; the object cannot be used afterwards."""
         ...
 
 
-class CriticBackend(Protocol):
+class CriticBackend(TrainedBackend, Protocol):
     """The critic on one rank, beside the policy. Every method is collective."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
-        ...
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """Returns the value of the state before each loss token, 0.0 elsewhere.
@@ -341,26 +340,6 @@ class CriticBackend(Protocol):
         Raises:
             ValueError: No sequence has a loss token, or one has no values or no returns.
         """
-        ...
-
-    def weights_are_finite(self) -> bool:
-        """Returns whether no weight is infinite or NaN; the same on every rank."""
-        ...
-
-    def save(self, directory: Path) -> None:
-        """See `PolicyBackend.save`."""
-        ...
-
-    def load(self, directory: Path) -> None:
-        """See `PolicyBackend.load`."""
-        ...
-
-    def release_memory(self) -> None:
-        """See `PolicyBackend.release_memory`."""
-        ...
-
-    def take_offload_report(self) -> OffloadReport:
-        """See `PolicyBackend.take_offload_report`."""
         ...
 
 

@@ -169,9 +169,7 @@ def _assemble(
     many = generate_many.GenerateManyServicer(servicer, replica.lifecycle)
     generate_many.add_to_server(many, methods)
     weight_sync.add_to_server(weight_sync.WeightSyncServicer(replica), methods)
-    srv_grpc.add_ServerServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        ServerServicer(replica, server_version()), methods
-    )
+    srv_grpc.add_ServerServiceServicer_to_server(ServerServicer(replica, server_version()), methods)
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, methods)
     grpc_server.add_generic_rpc_handlers((methods,))
     names = (*_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 
 from treadle.agent_loop.errors import AgentLoopError
 from treadle.agent_loop.tokens.renderer import ChatRenderer
-from treadle.agent_loop.types import IMAGE_MARK, Message, ToolCall, ToolSpec
+from treadle.agent_loop.types import IMAGE_MARK, Message, Role, ToolCall, ToolSpec
 
 _Messages: TypeAlias = tuple[Message, ...]
 _JOINT = "\n\n"
@@ -93,11 +93,10 @@ class TemplateFit:
         return self._takes[question]
 
     def _probe(self, roles: str) -> bool:
-        names = {"s": "system", "u": "user", "a": "assistant"}
+        names: dict[str, Role] = {"s": "system", "u": "user", "a": "assistant"}
         words = _WORDS[: len(roles)]
         chat = [
-            Message(role=names[role], content=word)  # type: ignore[arg-type]
-            for role, word in zip(roles, words, strict=True)
+            Message(role=names[role], content=word) for role, word in zip(roles, words, strict=True)
         ]
         for tools in ((), (_TOOL,)):  # some templates refuse a chat without tools
             try:
@@ -136,13 +135,13 @@ def _users_joined(messages: _Messages) -> Iterator[Message]:
         yield _joined(row, "user")
 
 
-def _joined(messages: Sequence[Message], role: str) -> Message:
+def _joined(messages: Sequence[Message], role: Role) -> Message:
     """Returns one message with the texts and the images of several, in their order."""
     if len(messages) == 1:
-        return replace(messages[0], role=role)  # type: ignore[arg-type]
+        return replace(messages[0], role=role)
     texts = ("".join(p if isinstance(p, str) else IMAGE_MARK for p in m.parts) for m in messages)
     return Message(
-        role=role,  # type: ignore[arg-type]
+        role=role,
         content=_JOINT.join(texts),
         images=tuple(image for message in messages for image in message.images),
     )

@@ -29,9 +29,9 @@ def stubs_for(
 ) -> Stubs:
     """Returns the stubs on a channel, which send `metadata` with every call."""
     return Stubs(
-        generation=_Sending(GenerationServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
-        weights=_Sending(WeightSyncServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
-        control=_Sending(ServerServiceStub(channel), metadata),  # type: ignore[no-untyped-call]
+        generation=_Sending(GenerationServiceStub(channel), metadata),
+        weights=_Sending(WeightSyncServiceStub(channel), metadata),
+        control=_Sending(ServerServiceStub(channel), metadata),
     )
 
 

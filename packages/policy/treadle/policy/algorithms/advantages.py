@@ -45,7 +45,6 @@ class Outcomes:
     Attributes:
         groups_N: Number of each trajectory's group, from 0.
         trajectories_S: Number of each sample's trajectory, ascending.
-        tokens_S: Number of sampled tokens of each sample.
         greedy_N: Reward of the greedy trajectory of the same row; None if none was sampled.
         rewards_T: Reward of each sampled token, where tokens are charged, as for their KL: minus
             the charge, and on the last token of each sample plus the trajectory's reward. None:
@@ -78,7 +77,7 @@ class Outcomes:
             groups: Group of each trajectory, by any name; members need not be adjacent.
             tokens: Number of sampled tokens of each sample of each trajectory. None: one sample
                 of one token each.
-            charges: What is subtracted at each sampled token, in the samples' order; None: nothing.
+            charges: Subtracted at each sampled token, in the samples' order; None: nothing.
 
         Raises:
             ValueError: Lengths differ, or a reward is not finite.
@@ -132,14 +131,11 @@ class PerToken:
     """Advantages that differ within a trajectory: one per sampled token, in the samples' order.
 
     Attributes:
-        returns_T: What the critic is to estimate; None without a critic.
+        returns_T: The critic's targets; None without a critic.
     """
 
     values_T: Floats
     returns_T: Floats | None = None
-
-
-Estimator = Callable[[Outcomes], Floats | PerToken]
 
 
 def grpo(outcomes: Outcomes, *, norm_by_std: bool) -> Floats:
@@ -256,7 +252,7 @@ def grpo_passk(outcomes: Outcomes, *, norm_by_std: bool) -> Floats:
     (best - second) / (group standard deviation + 1e-6). Where two are best, nothing has one.
 
     Args:
-        outcomes: Of the step; groups of one have no second, and so no advantage.
+        outcomes: Outcomes of the step; groups of one have no second, and so no advantage.
         norm_by_std: False leaves out the division.
     """
 

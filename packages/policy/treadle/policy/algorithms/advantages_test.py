@@ -6,6 +6,7 @@ import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from random import Random
 
 import numpy as np
 import pytest
@@ -201,13 +202,13 @@ def test_no_estimator_is_without_known_values() -> None:
 @few
 @given(outcomes=steps(), draw=st.randoms())
 def test_the_order_of_trajectories_and_groups_does_not_matter(
-    name: str, outcomes: Outcomes, draw: object
+    name: str, outcomes: Outcomes, draw: Random
 ) -> None:
     n = len(outcomes.rewards_N)
     order = list(range(n))
-    draw.shuffle(order)  # type: ignore[attr-defined]
+    draw.shuffle(order)
     names = list(range(4))
-    draw.shuffle(names)  # type: ignore[attr-defined]
+    draw.shuffle(names)
     assert outcomes.greedy_N is not None
     tokens = [outcomes.tokens_S[outcomes.trajectories_S == i].tolist() for i in range(n)]
     shuffled = Outcomes.of(

@@ -62,11 +62,7 @@ BUILT_IN: Final[Mapping[str, Callable[[AlgorithmConfig], LossFn]]] = {
 
 
 def policy_loss(config: AlgorithmConfig) -> LossFn:
-    """Returns the loss that the settings describe.
-
-    Raises:
-        SetupError: See `load_loss`.
-    """
+    """Returns the loss that the settings describe, of `load_loss`."""
     loss = load_loss(config)
     if config.correction.active:
         loss = Corrected(

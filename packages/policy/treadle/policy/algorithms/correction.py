@@ -36,7 +36,6 @@ def correction_weights(
     """Returns what to multiply each token's loss by, and metrics of what was cut.
 
     Args:
-        config: What to weight and to reject.
         of_current_policy: Take p from `logprobs_T`: where p_old is p_rollout itself.
 
     Raises:

@@ -89,7 +89,7 @@ def test_the_loss_is_the_decoupled_objective() -> None:
     assert output.loss_T.detach().numpy() == pytest.approx(-objective)
     assert output.metrics_T["actor/pg_loss"].numpy() == pytest.approx(-objective)
     inputs = replace(INPUTS, logprobs_T=INPUTS.logprobs_T.detach().clone().requires_grad_())
-    policy_loss(config)(inputs).loss_T.sum().backward()  # type: ignore[no-untyped-call]
+    policy_loss(config)(inputs).loss_T.sum().backward()
     assert inputs.logprobs_T.grad is not None
     assert inputs.logprobs_T.grad.numpy() == pytest.approx(-np.array(RATIOS) * r * a)
 

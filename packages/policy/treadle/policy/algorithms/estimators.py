@@ -12,7 +12,7 @@ A package offers estimators by name with an entry point of the group `treadle.ad
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from types import MappingProxyType
@@ -23,7 +23,7 @@ import numpy as np
 from treadle.agent_loop import SetupError, cannot_load, load_import_path, user_place
 from treadle.agent_loop.errors import did_you_mean
 from treadle.policy.algorithms import advantages
-from treadle.policy.algorithms.advantages import Estimator, Floats, Outcomes, PerToken
+from treadle.policy.algorithms.advantages import Floats, Outcomes, PerToken
 from treadle.policy.algorithms.gae import whitened_gae
 from treadle.policy.config.algorithm import AlgorithmConfig
 
@@ -37,55 +37,18 @@ class AdvantageError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """An estimator of this package.
+class FoundEstimator:
+    """An estimator, and what it needs.
 
     Attributes:
-        settings: Settings of `algorithm` that it takes as arguments.
+        settings: Names of settings of `algorithm`, which the function takes as arguments.
         compares: Whether it compares the trajectories of a group, and so needs two of them.
-        needs_greedy: Whether it needs a greedy trajectory of each row.
-        needs_values: Whether it needs the values of a critic.
         min_samples: Trajectories of a row below which nothing can have an advantage.
     """
 
+    name: str
     function: Callable[..., Floats | PerToken]
     settings: tuple[str, ...] = ()
-    compares: bool = True
-    needs_greedy: bool = False
-    needs_values: bool = False
-    min_samples: int = 1
-
-
-NAMED: Final[Mapping[str, Named]] = MappingProxyType(
-    {
-        "dr_grpo": Named(function=advantages.dr_grpo),
-        "gae": Named(
-            function=whitened_gae, settings=("gamma", "lam"), compares=False, needs_values=True
-        ),
-        "gpg": Named(function=advantages.gpg),
-        "grpo": Named(function=advantages.grpo, settings=("norm_by_std",)),
-        "grpo_passk": Named(
-            function=advantages.grpo_passk, settings=("norm_by_std",), min_samples=2
-        ),
-        "maxrl": Named(function=advantages.maxrl, min_samples=2),
-        "opo": Named(function=advantages.opo),
-        "reinforce_plus_plus": Named(
-            function=advantages.reinforce_plus_plus, settings=("gamma",), compares=False
-        ),
-        "reinforce_plus_plus_baseline": Named(function=advantages.reinforce_plus_plus_baseline),
-        "remax": Named(function=advantages.remax, compares=False, needs_greedy=True),
-        "rloo": Named(function=advantages.rloo),
-    }
-)
-"""The estimators of this package, by the names that `algorithm.advantage` takes."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FoundEstimator:
-    """An estimator with its settings."""
-
-    name: str
-    function: Estimator
     compares: bool = True
     needs_greedy: bool = False
     needs_values: bool = False
@@ -135,6 +98,43 @@ class FoundEstimator:
         return values
 
 
+_BUILT_IN: Final = (
+    FoundEstimator(name="dr_grpo", function=advantages.dr_grpo),
+    FoundEstimator(
+        name="gae",
+        function=whitened_gae,
+        settings=("gamma", "lam"),
+        compares=False,
+        needs_values=True,
+    ),
+    FoundEstimator(name="gpg", function=advantages.gpg),
+    FoundEstimator(name="grpo", function=advantages.grpo, settings=("norm_by_std",)),
+    FoundEstimator(
+        name="grpo_passk",
+        function=advantages.grpo_passk,
+        settings=("norm_by_std",),
+        min_samples=2,
+    ),
+    FoundEstimator(name="maxrl", function=advantages.maxrl, min_samples=2),
+    FoundEstimator(name="opo", function=advantages.opo),
+    FoundEstimator(
+        name="reinforce_plus_plus",
+        function=advantages.reinforce_plus_plus,
+        settings=("gamma",),
+        compares=False,
+    ),
+    FoundEstimator(
+        name="reinforce_plus_plus_baseline", function=advantages.reinforce_plus_plus_baseline
+    ),
+    FoundEstimator(name="remax", function=advantages.remax, compares=False, needs_greedy=True),
+    FoundEstimator(name="rloo", function=advantages.rloo),
+)
+NAMED: Final[Mapping[str, FoundEstimator]] = MappingProxyType(
+    {each.name: each for each in _BUILT_IN}
+)
+"""The estimators of this package, by the names that `algorithm.advantage` takes."""
+
+
 def find_estimator(config: AlgorithmConfig) -> FoundEstimator:
     """Returns the estimator that the settings name.
 
@@ -145,14 +145,7 @@ def find_estimator(config: AlgorithmConfig) -> FoundEstimator:
     if name in NAMED:
         named = NAMED[name]
         settings: dict[str, Any] = {key: getattr(config, key) for key in named.settings}
-        return FoundEstimator(
-            name=name,
-            function=partial(named.function, **settings),
-            compares=named.compares,
-            needs_greedy=named.needs_greedy,
-            needs_values=named.needs_values,
-            min_samples=named.min_samples,
-        )
+        return replace(named, function=partial(named.function, **settings))
     installed = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
     if ":" in name:
         function = load_import_path(name, "advantage estimator")

@@ -67,6 +67,17 @@ class _Surrogate:
         return True
 
 
+class _OfAllTokens:
+    """A loss that has a gradient without an advantage too."""
+
+    __slots__ = ()
+
+    @property
+    def zero_without_advantage(self) -> bool:
+        """Every token in the mask may have a gradient."""
+        return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClippedSurrogate(_Surrogate):
     """The clipped policy-gradient objective, negated.
@@ -248,7 +259,7 @@ class ClipCov(_Surrogate):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KlCov:
+class KlCov(_OfAllTokens):
     """The unclipped surrogate; the tokens of largest covariance have a penalty.
 
     The loss is -A r, and -A r + coef |log p - log p_old| of the selected tokens. Entropy mechanism
@@ -256,11 +267,6 @@ class KlCov:
     """
 
     coef: float
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        """A token without advantage may be selected."""
-        return False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Returns the loss of each token."""
@@ -279,7 +285,7 @@ def _selected(inputs: LossInputs) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Distillation:
+class Distillation(_OfAllTokens):
     """On-policy distillation: the reference is the teacher, and the rewards are not read.
 
     The advantage of a token is sg(log p_teacher - log p), the negated estimate of the reverse
@@ -290,11 +296,6 @@ class Distillation:
 
     clip_low: float
     clip_high: float
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        """The advantages of the batch are not read."""
-        return False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Returns the loss of each token.
@@ -318,13 +319,8 @@ class Distillation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NegativeLogLikelihood:
+class NegativeLogLikelihood(_OfAllTokens):
     """Supervised fine-tuning: -log p of the tokens in the loss mask. Advantages are not read."""
-
-    @property
-    def zero_without_advantage(self) -> bool:
-        """Every token in the mask has a gradient."""
-        return False
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         """Returns the loss; of `inputs` it needs only the log-probabilities."""

@@ -61,7 +61,7 @@ def drawn(seed: int, lengths: list[int], *, spread: float = 0.4) -> LossInputs:
 
 def gradient_of(loss: LossFn, inputs: LossInputs) -> Array:
     inputs = replace(inputs, logprobs_T=inputs.logprobs_T.detach().clone().requires_grad_())
-    loss(inputs).loss_T.sum().backward()  # type: ignore[no-untyped-call]
+    loss(inputs).loss_T.sum().backward()
     assert inputs.logprobs_T.grad is not None
     return inputs.logprobs_T.grad.numpy()
 
@@ -255,7 +255,7 @@ def test_the_gradient_of_distillation_is_that_of_the_reverse_kl() -> None:
     teacher = teacher.log_softmax(0)
     exact, sampled = logits.clone().requires_grad_(), logits.clone().requires_grad_()
     p = exact.log_softmax(0)
-    (p.exp() * (p - teacher)).sum().backward()  # type: ignore[no-untyped-call]
+    (p.exp() * (p - teacher)).sum().backward()
     logprobs = sampled.log_softmax(0)
     inputs = replace(
         drawn(0, [6]),
@@ -264,7 +264,7 @@ def test_the_gradient_of_distillation_is_that_of_the_reverse_kl() -> None:
         ref_logprobs_T=teacher,
     )
     output = Distillation(clip_low=0.2, clip_high=0.2)(inputs)
-    (output.loss_T * logprobs.detach().exp()).sum().backward()  # type: ignore[no-untyped-call]
+    (output.loss_T * logprobs.detach().exp()).sum().backward()
     assert sampled.grad is not None and exact.grad is not None
     assert sampled.grad.numpy() == pytest.approx(exact.grad.numpy(), abs=1e-12)
 

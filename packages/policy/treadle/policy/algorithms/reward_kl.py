@@ -59,7 +59,6 @@ class Charges:
         Args:
             sequences: Each has a loss token.
             kl: [L] of each sequence: its estimate at each loss token.
-            coefficient: What to multiply it by.
         """
         return cls(
             of_tokens=[coefficient * np.asarray(values, dtype=np.float64) for values in kl],
@@ -74,7 +73,8 @@ def coefficient_after(config: RewardKlConfig, metrics: Mapping[str, float]) -> f
     number of sequences of the step.
 
     Args:
-        metrics: Of the step before; without its coefficient, the run's first step comes next.
+        metrics: Metrics of the step before; without its coefficient, the run's first step comes
+            next.
     """
     if config.control == "fixed" or COEFFICIENT not in metrics:
         return config.coef

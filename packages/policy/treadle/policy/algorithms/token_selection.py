@@ -64,7 +64,7 @@ def token_selector(config: AlgorithmConfig) -> Selector | None:
         flags = torch.zeros(len(new), dtype=torch.bool)
         flags[chosen] = True
         counts = [int(mask.sum()) for mask in masks]
-        parts = flags.split(counts)  # type: ignore[no-untyped-call]  # torch's
+        parts = flags.split(counts)
         return [
             replace(s, selected=_whole(part, mask))
             for s, mask, part in zip(sequences, masks, parts, strict=True)

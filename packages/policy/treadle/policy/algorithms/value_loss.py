@@ -22,8 +22,8 @@ def value_loss(
     a value which has moved too far has no gradient to go on.
 
     Args:
-        values_T: Of the critic being trained; carries the gradient.
-        old_values_T: Of the critic before the batch.
+        values_T: Values of the critic that is trained; they carry the gradient.
+        old_values_T: Values of the critic before the batch.
         clip: How far a value may move in a batch, in units of the reward; None: any distance.
     """
     error_T = (values_T - returns_T) ** 2

@@ -45,6 +45,6 @@ def test_a_value_that_has_moved_too_far_has_no_gradient_to_go_on(
 ) -> None:
     values = torch.tensor([value], requires_grad=True)
     loss, _ = value_loss(values, torch.zeros(1), torch.tensor([2.0]), clip=0.5)
-    loss.sum().backward()  # type: ignore[no-untyped-call]  # torch declares none
+    loss.sum().backward()
     assert values.grad is not None
     assert values.grad.item() == pytest.approx(gradient)

@@ -26,12 +26,24 @@ class UnsupportedModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BackendLibrary:
+    """The package that a backend is built on, where it uses what is no stable API.
+
+    Attributes:
+        wanted: The one of them to install with this Python.
+    """
+
+    name: str
+    versions: tuple[str, ...]
+    wanted: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """What a backend can do beyond a policy of one process that trains all weights.
 
     Attributes:
         parallel: The sizes of `policy.parallel` that may be above 1.
-        other_reference: Whether the reference may be another model.
         shared_prefixes: Whether it can compute what sequences have in common once.
     """
 
@@ -77,7 +89,7 @@ class MemoryEstimate:
 
     Attributes:
         reference: The copy of the starting weights, or another model; 0 without one.
-        activations: Of the micro-batches under way, logits included.
+        activations: Activations of the micro-batches under way, logits included.
         exchanged: The present weights' copy while the starting weights are in their place.
     """
 
@@ -100,9 +112,9 @@ class RankMemory:
     """Bytes of a rank, of policy and critic together.
 
     Attributes:
-        peak: Of the device, at the moment that needs most.
-        between: Of the device, between the phases of the policy.
-        host: Of host memory, between the phases, for what `policy.offload` took off the device.
+        peak: Device memory at the moment that needs most.
+        between: Device memory between the phases of the policy.
+        host: Host memory between the phases, for what `policy.offload` took off the device.
     """
 
     peak: int
@@ -145,6 +157,8 @@ class BackendDescription(Protocol):
 
     name: ClassVar[BackendName]
     capabilities: ClassVar[Capabilities]
+    library: ClassVar[BackendLibrary | None] = None
+    """None: its version is that of treadle-policy."""
 
     @property
     def model_types(self) -> Collection[str]:
@@ -199,7 +213,6 @@ class BackendDescription(Protocol):
         Args:
             model: The parallel sizes divide it.
             rows: Tokens of a micro-batch, over all context ranks.
-            reference: Whether there is a reference.
             other_reference: The model that is the reference; None: the starting weights are.
         """
         ...
@@ -216,12 +229,7 @@ def refusals(
     critic: bool = False,
     other_reference: bool = False,
 ) -> Iterator[str]:
-    """Yields each setting that a backend cannot carry out for any model, and the fix.
-
-    Args:
-        critic: Whether the algorithm needs a critic.
-        other_reference: Whether the reference is another model.
-    """
+    """Yields each setting that a backend cannot carry out for any model, and the fix."""
     can, offloaded = backend.capabilities, policy.offload.names
     settings = [
         (f"policy.parallel.{name}", size, name not in can.parallel and size > 1, "1")

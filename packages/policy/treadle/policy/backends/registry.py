@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from treadle.policy.backends.description import refusals
 
@@ -27,7 +27,7 @@ def describe(name: BackendName) -> BackendDescription:
 
             return MegatronDescription()
         case "fake":
-            from treadle.policy.backends.fake.description import FakeDescription
+            from treadle.policy.testing.fake.description import FakeDescription
 
             return FakeDescription()
     assert_never(name)
@@ -44,7 +44,6 @@ def build(
     """Joins the other ranks and loads the model, in a rank; collective.
 
     Args:
-        keep_reference: Keep a frozen model for `reference_logprobs`.
         reference_path: Its Hugging Face folder, another model with the same tokenizer. None: the
             weights as they are now.
 
@@ -65,7 +64,7 @@ def build(
             with _hidden("wandb"):
                 from treadle.policy.backends.megatron.backend import MegatronPolicy as backend
         case "fake":
-            from treadle.policy.backends.fake.backend import FakePolicy as backend
+            from treadle.policy.testing.fake.backend import FakePolicy as backend
         case unknown:
             assert_never(unknown)
     return backend(
@@ -79,8 +78,9 @@ def _hidden(module: str) -> Iterator[None]:
     if module in sys.modules:
         yield
         return
-    sys.modules[module] = None  # type: ignore[assignment]
+    modules: dict[str, Any] = sys.modules
+    modules[module] = None  # Python: there is none of this name
     try:
         yield
     finally:
-        del sys.modules[module]
+        del modules[module]

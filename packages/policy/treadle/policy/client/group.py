@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast
@@ -23,8 +23,8 @@ from grpc_status import rpc_status
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.rpc.driven import DrivenAccess
-from treadle.policy.backends.megatron.prefixes.plan import mode_on
 from treadle.policy.client.methods import METHODS, Method, method_of, verb
+from treadle.policy.client.prefixes import mode_on
 from treadle.policy.client.process import (
     RankProcess,
     RankProgram,
@@ -71,7 +71,6 @@ class _Rank:
     """One rank.
 
     Attributes:
-        sign: Its latest sign of life.
         signs: How many it has given.
         silent: Whether it was found dead for want of them.
     """
@@ -99,7 +98,9 @@ class _Rank:
                 self.sign = sign
                 self.signs += 1
 
-    async def ask(self, request: Message, shard: Future[Shard] | None) -> "_Answer":
+    async def ask(
+        self, request: Message, shard: AbstractAsyncContextManager[Shard] | None
+    ) -> "_Answer":
         """Returns the answer; a shard of the batch is sent beside the request."""
         method = method_of(request)
         call = self.channel.unary_unary(
@@ -107,9 +108,9 @@ class _Rank:
         )(request, metadata=self.metadata)
         try:
             if shard is not None:
-                encoded = await asyncio.wrap_future(shard)
-                with contextlib.suppress(grpc.RpcError):  # the call fails too
-                    await send_shard(self.channel, encoded, self.metadata)
+                async with shard as encoded:
+                    with contextlib.suppress(grpc.RpcError):  # the call fails too
+                        await send_shard(self.channel, encoded, self.metadata)
             return cast(Message, await call)
         except grpc.aio.AioRpcError as error:
             return _failure(error, method)
@@ -157,14 +158,12 @@ class PolicyGroup:
         """Starts nothing yet.
 
         Args:
-            start_rank: Starts the process of a rank.
             model_path: Directory of the model that training starts from.
-            with_reference: Whether the ranks keep a reference.
             reference_path: Directory of the reference; None: it is the model that training starts
                 from.
             own_devices: Whether the process of a rank sees its own GPUs only.
             start_deadline_s: Maximum time for a rank to start, and then to be connected.
-            critic: Of the critic on the same ranks; None: there is none.
+            critic: The critic on the same ranks; None: there is none.
             tls: Directory of the run's certificates; None: ranks are reached in plain text.
         """
         self._start_process = start_rank
@@ -291,8 +290,8 @@ class PolicyGroup:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 if not first.done():
                     raise await self._lost(number, process)
-                sign = await first
-            return _Rank(number, process, channel, security.metadata, watch, sign)  # type: ignore[arg-type]
+                sign = cast(rank_pb.WatchResponse, await first)  # a rank begins with one
+            return _Rank(number, process, channel, security.metadata, watch, sign)
         except BaseException as error:
             watch.cancel()
             await channel.close()
@@ -325,13 +324,11 @@ class PolicyGroup:
         numbered.MergeFrom(request)
         numbers = await asyncio.to_thread(self._assign, request, sequences)
         parallel = self._config.parallel
-        outgoing, shards = Outgoing(parallel.data), dict[int, Future[Shard]]()
-        led = set[int]()
+        leaders: dict[int, int] = {}
         for rank in range(parallel.num_ranks):
-            number = parallel.data_rank(rank)
-            if number not in led:
-                led.add(number)
-                shards[rank] = outgoing.take(number)
+            leaders.setdefault(parallel.data_rank(rank), rank)
+        outgoing = Outgoing(parallel.data)
+        shards = {rank: outgoing.taken(number) for number, rank in leaders.items()}
         encoding = asyncio.create_task(
             asyncio.to_thread(outgoing.encode, sequences, numbers, batch=self._batches),
             name="encode a batch",
@@ -339,6 +336,7 @@ class PolicyGroup:
         try:
             return await self._exchange([numbered] * len(self._ranks), shards)
         finally:
+            outgoing.close()
             await asyncio.wait({encoding})
 
     def _assign(self, request: Message, sequences: Sequence[TrainSequence]) -> list[int]:
@@ -356,12 +354,12 @@ class PolicyGroup:
     async def _exchange(
         self,
         requests: Sequence[Message | None],
-        shards: Mapping[int, Future[Shard]] | None = None,
+        shards: Mapping[int, AbstractAsyncContextManager[Shard]] | None = None,
     ) -> list[Any]:
         """Sends each rank its request (None: nothing to do) and returns the responses.
 
         Args:
-            shards: By rank: what of the batch is sent to it, once it is encoded.
+            shards: Each rank's part of the batch, once it is encoded; by rank.
         """
         assert not self._broken, "a broken policy group can only be closed"
         loop, shards = asyncio.get_running_loop(), shards or {}

@@ -19,7 +19,6 @@ __all__ = [
     "copy_files",
     "missing_weights",
     "quantisation",
-    "weight_files",
 ]
 
 SINGLE: Final = "model.safetensors"
@@ -49,20 +48,6 @@ def copy_files(source: Path, target: Path, patterns: Iterable[str] = MODEL_FILES
             place = target / file.relative_to(source)
             place.parent.mkdir(exist_ok=True)
             shutil.copyfile(file, place)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Returns the files with the weights of a folder, sorted.
-
-    Raises:
-        FileNotFoundError: One is missing.
-    """
-    if (missing := missing_weights(folder)) is not None:
-        raise FileNotFoundError(f"{folder} has {missing}")
-    if not (folder / INDEX).is_file():
-        return [folder / SINGLE]
-    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    return sorted({folder / name for name in shards})
 
 
 def missing_weights(folder: Path) -> str | None:

@@ -24,11 +24,7 @@ __all__ = ["METHODS", "Method", "method_of", "verb"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """A method of the contract.
-
-    Attributes:
-        streams: Whether one side sends a stream.
-    """
+    """A method of the contract."""
 
     service: str
     name: str

@@ -19,9 +19,12 @@ Nothing here imports torch: the driver shards its batches.
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
@@ -35,7 +38,7 @@ from treadle.agent_loop import (
     PlacedImage,
     RoutedExperts,
 )
-from treadle.policy.backends.megatron.prefixes import plan
+from treadle.policy.client import prefixes
 from treadle.policy.client.batch import balance, cut, has_gradient, input_length
 from treadle.policy.client.types import FLAG_FIELDS, FLOAT_FIELDS, TrainSequence
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -51,6 +54,8 @@ _OPTIONAL: Final = (*FLOAT_FIELDS, *FLAG_FIELDS)
 _ALIGNED = 8
 _PART_BYTES: Final = 1 << 20
 """Of the memory in one message."""
+_WINDOW: Final = 2
+"""Shards that exist at a time: one is sent while the next is encoded."""
 
 
 def assign(
@@ -78,7 +83,7 @@ def assign(
         moved = [has_gradient(sequence) for sequence in part]
         for wanted in (True, False):
             some = [i for i, has in enumerate(moved) if has is wanted and lengths[i]]
-            ordered = plan.shared(part, some, share_prefixes)
+            ordered = prefixes.shared(part, some, share_prefixes)
             if ordered is None:
                 parts = balance([lengths[i] for i in some], num_shards)
                 groups = [[some[place] for place in members] for members in parts]
@@ -96,22 +101,24 @@ class Shard:
     """A batch as one data-parallel group gets it, on its way.
 
     Attributes:
-        head: Says where the arrays lie in the memory.
         buffers: Pieces of memory, in the order of the arrays.
     """
 
     head: pb.Shard
     buffers: deque[memoryview] = field(default_factory=deque)
 
-    def place(self, data: NDArray[Any] | bytes, array: pb.Array) -> None:
-        """Adds an array to the memory, and notes its place."""
-        if isinstance(data, bytes):
-            data = np.frombuffer(data, np.uint8)
-        array.element_type, array.length = data.dtype.str[1:], len(data)
+    def place(self, array: pb.Array, *parts: NDArray[Any]) -> None:
+        """Adds an array to the memory, and notes its place; the parts are not copied.
+
+        Args:
+            parts: At least one, of one type; they follow each other in the array.
+        """
+        size = sum(part.nbytes for part in parts)
+        array.element_type, array.length = parts[0].dtype.str[1:], sum(map(len, parts))
         array.offset = self.head.memory_bytes
-        padding = -data.nbytes % _ALIGNED
-        self.buffers += (memoryview(data.view(np.uint8)), memoryview(bytes(padding)))  # type: ignore[arg-type]
-        self.head.memory_bytes += data.nbytes + padding
+        padding = np.zeros(-size % _ALIGNED, np.uint8)
+        self.buffers += (part.view(np.uint8).data for part in (*parts, padding))
+        self.head.memory_bytes += size + len(padding)
 
     def messages(self) -> Iterator[pb.SendBatchRequest]:
         """Yields what `SendBatch` is given, once: the memory is not kept."""
@@ -139,7 +146,7 @@ def encode(
         shards: The shard of each; see `assign`.
     """
     bounds = [_runs(sequence) for sequence in sequences]
-    of_all = {
+    of_all: dict[str, NDArray[Any]] = {
         "shards": np.array(shards, np.int32),
         "lengths": np.array([len(s.ids) for s in sequences], np.int32),
         "trajectories": np.array(
@@ -164,8 +171,8 @@ def encode(
         own[number].append(sequence)
     for number, members in enumerate(own):
         shard = Shard(pb.Shard(batch=batch, number=number))
-        for name, array in (of_all | _values(members)).items():
-            shard.place(array, getattr(shard.head, name))  # type: ignore[arg-type]
+        for name, parts in ({n: (of,) for n, of in of_all.items()} | _values(members)).items():
+            shard.place(getattr(shard.head, name), *parts)
         if any(s.images or s.routed_experts for s in members):
             _place_extras(shard, members)
         yield shard
@@ -177,26 +184,25 @@ def _runs(sequence: TrainSequence) -> NDArray[np.int32]:
     return (edges + 1).reshape(-1, 2).astype(np.int32)
 
 
-def _values(own: Sequence[TrainSequence]) -> dict[str, NDArray[Any]]:
-    values: dict[str, NDArray[Any]] = {
-        "ids": np.concatenate([np.empty(0, np.uint32), *(np.asarray(s.ids) for s in own)])
+def _values(own: Sequence[TrainSequence]) -> dict[str, Sequence[NDArray[Any]]]:
+    """Returns the arrays of a shard, in parts; nothing is copied that a sequence has already."""
+    values: dict[str, Sequence[NDArray[Any]]] = {
+        "ids": [np.empty(0, np.uint32), *(np.asarray(s.ids) for s in own)]
     }
     for name in FLOAT_FIELDS:
         if any(getattr(s, name) is not None for s in own):
-            values[name] = np.concatenate(
-                [
-                    np.zeros(s.num_loss_tokens, np.float32)
-                    if getattr(s, name) is None
-                    else s.at_loss_tokens(name)
-                    for s in own
-                ]
-            )
+            values[name] = [
+                np.zeros(s.num_loss_tokens, np.float32)
+                if getattr(s, name) is None
+                else s.at_loss_tokens(name)
+                for s in own
+            ]
     for name in FLAG_FIELDS:
         if any(getattr(s, name) is not None for s in own):
             flags = np.concatenate([s.flags_at_loss_tokens(name) for s in own])
-            values[name] = np.packbits(flags)
+            values[name] = (np.packbits(flags),)
     if any(not isinstance(s.advantages, float) for s in own):
-        values["token_advantages"] = np.concatenate([s.at_loss_tokens("advantages") for s in own])
+        values["token_advantages"] = [s.at_loss_tokens("advantages") for s in own]
     return values
 
 
@@ -207,12 +213,12 @@ def _place_extras(shard: Shard, own: Sequence[TrainSequence]) -> None:
         if experts is not None:
             for name in ("first", "num_layers", "top_k", "id_bytes"):
                 setattr(extras.routed_experts, name, getattr(experts, name))
-            shard.place(experts.data, extras.routed_experts.data)
+            shard.place(extras.routed_experts.data, np.frombuffer(experts.data, np.uint8))
         for placed in sequence.images:
             if id(placed.image) not in indices:
                 indices[id(placed.image)] = len(indices)
                 image = shard.head.images.add(mime=placed.image.mime)
-                shard.place(placed.image.data, image.data)
+                shard.place(image.data, np.frombuffer(placed.image.data, np.uint8))
             extras.images.add(
                 image=indices[id(placed.image)], start=placed.start, num_tokens=placed.num_tokens
             )
@@ -325,26 +331,41 @@ def _placed(numbers: NDArray[Any], where: NDArray[np.intp], length: int) -> Floa
 class Outgoing:
     """The shards of a batch on their way: encoded one after another, and sent meanwhile.
 
-    One thread calls `encode`. Those that send wait for their shard, which fails if `encode` does.
+    At most `_WINDOW` of them exist at a time: a shard makes room when it is sent. One thread calls
+    `encode`; those that send wait for their shard, which fails if `encode` does.
     """
 
     def __init__(self, num_shards: int) -> None:
-        self._taken: dict[int, Future[Shard]] = {n: Future() for n in range(num_shards)}
-        self._waiting = list(reversed(self._taken.values()))
+        self._untaken: dict[int, Future[Shard]] = {n: Future() for n in range(num_shards)}
+        self._waiting = list(reversed(self._untaken.values()))
+        self._room = threading.Semaphore(_WINDOW)
+        self._closed = False
         for shard in self._waiting:
             shard.set_running_or_notify_cancel()  # who waits no more does not disturb `encode`
 
-    def take(self, number: int) -> Future[Shard]:
-        """Returns a shard that is or will be encoded; it is taken once, and not kept."""
-        return self._taken.pop(number)
+    @asynccontextmanager
+    async def taken(self, number: int) -> AsyncIterator[Shard]:
+        """Waits for a shard, which is sent inside the block; each is taken once, and not kept."""
+        shard = await asyncio.wrap_future(self._untaken.pop(number))
+        try:
+            yield shard
+        finally:
+            self._room.release()
 
     def encode(
         self, sequences: Sequence[TrainSequence], shards: Sequence[int], *, batch: int
     ) -> None:
-        """Encodes the shards of a batch; see the function `encode`."""
+        """Encodes the shards of a batch until `close`; see the function `encode`."""
         try:
-            for shard in encode(sequences, shards, len(self._waiting), batch=batch):
-                self._waiting.pop().set_result(shard)
+            encoded = encode(sequences, shards, len(self._waiting), batch=batch)
+            while self._waiting and self._room.acquire() and not self._closed:
+                self._waiting[-1].set_result(next(encoded))
+                self._waiting.pop()
         except Exception as error:
             for each in self._waiting:
                 each.set_exception(error)
+
+    def close(self) -> None:
+        """Ends `encode`, which may wait for shards that nobody sends any more."""
+        self._closed = True
+        self._room.release()

@@ -1,6 +1,7 @@
 """Shards: what each data-parallel group gets of a batch, and what it costs on the wire."""
 
-import threading
+import asyncio
+import queue
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -127,26 +128,43 @@ def test_a_token_costs_at_most_8_bytes_on_the_wire() -> None:
 
 
 def test_a_shard_is_sent_while_the_next_one_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = _of_lengths([8, 8, 8], [1.0] * 3)
-    may_encode = threading.Event()
+    batch = _of_lengths([8] * 4, [1.0] * 4)
+    begun: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def held(*arguments: object, **more: object) -> Iterator[Shard]:
-        first, second, _ = encode(batch, [0, 1, 2], 3)
-        yield first
-        may_encode.wait()
-        yield second
-        raise MemoryError("no room")
+    def watched(*arguments: object, **more: object) -> Iterator[Shard]:
+        for shard in encode(batch, [0, 1, 2, 3], 4):
+            begun.put(shard.head.number)
+            if shard.head.number == 3:
+                raise MemoryError("no room")
+            yield shard
 
-    monkeypatch.setattr(shards, "encode", held)
-    outgoing = Outgoing(3)
-    with ThreadPoolExecutor(1) as threads:
-        encoding = threads.submit(outgoing.encode, batch, [0, 1, 2], batch=1)
-        assert len(_received(_sent(outgoing.take(0).result()))) == 3
-        assert not encoding.done()
-        may_encode.set()
-        assert outgoing.take(1).result().head.number == 1
+    monkeypatch.setattr(shards, "encode", watched)
+    outgoing = Outgoing(4)
+
+    async def send_all() -> None:
+        encoding = asyncio.create_task(
+            asyncio.to_thread(outgoing.encode, batch, [0, 1, 2, 3], batch=1)
+        )
+        async with outgoing.taken(0) as first:
+            assert [await asyncio.to_thread(begun.get) for _ in range(2)] == [0, 1]
+            assert len(_received(_sent(first))) == 4
+            assert begun.empty()  # the third waits until the first is sent
+        async with outgoing.taken(1) as second:
+            assert (second.head.number, await asyncio.to_thread(begun.get)) == (1, 2)
+            assert begun.empty()
         with pytest.raises(MemoryError, match="no room"):
-            outgoing.take(2).result()
+            async with outgoing.taken(3):
+                pass
+        await encoding
+
+    asyncio.run(send_all())
+
+
+def test_a_batch_that_is_sent_no_more_is_encoded_no_further() -> None:
+    outgoing = Outgoing(4)
+    with ThreadPoolExecutor(1) as threads:  # waits for its thread at the end
+        threads.submit(outgoing.encode, _of_lengths([8] * 4, [1.0] * 4), [0, 1, 2, 3], batch=1)
+        outgoing.close()
 
 
 def test_an_image_that_sequences_share_travels_once() -> None:

@@ -24,7 +24,7 @@ class Alive:
     """A sign of life.
 
     Attributes:
-        place: What the process executes, as `module:line, in function`.
+        place: The code that the process executes, as `module:line, in function`.
     """
 
     pid: int
@@ -68,7 +68,7 @@ class Silence:
         """Returns the ranks that have been silent for the limit.
 
         Args:
-            heard: Of each rank at work its number, and how many signs it has given so far.
+            heard: Number of each rank at work, and how many signs it has given so far.
         """
         looks = {}
         for rank, signs in heard:

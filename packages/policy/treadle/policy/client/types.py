@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self, get_args
 
 import numpy as np
 
@@ -35,6 +35,20 @@ FLOAT_FIELDS: Final = (*LOGPROB_FIELDS, "values", "returns")
 FLAG_FIELDS: Final = ("stale", "selected")
 """Optional fields of `TrainSequence` with one flag per token."""
 
+RankCause = Literal[
+    "waiting",
+    "receive",
+    "train",
+    "optimizer",
+    "logprobs",
+    "weights",
+    "save",
+    "memory",
+    "start",
+]
+"""What the time of a rank goes to; `rank/rank_time.py` describes each."""
+CAUSES: Final[tuple[RankCause, ...]] = get_args(RankCause)
+
 
 # --- what a step takes and gives -----------------------------------------------------------------
 
@@ -50,12 +64,13 @@ class TrainSequence:
     Attributes:
         loss_mask: True for tokens that the policy sampled and that are trained on.
         advantages: Advantage per token; one number if all tokens have the same.
-        rollout_logprobs: As the rollout engine reported them when it sampled; None if no engine
-            did.
-        old_logprobs: Of the policy at the start of this batch of updates. None means the policy in
-            the step itself, which is exact if the batch is used for one update only.
-        ref_logprobs: Of the frozen reference policy. Losses with a KL term need them; otherwise
-            None.
+        rollout_logprobs: Log-probabilities that the rollout engine reported when it sampled; None
+            if no engine did.
+        old_logprobs: Log-probabilities of the policy at the start of this batch of updates. None
+            means the policy in the step itself, which is exact if the batch is used for one update
+            only.
+        ref_logprobs: Log-probabilities of the frozen reference policy. Losses with a KL term need
+            them; otherwise None.
         trajectory: Number of the sample's trajectory in the batch. The samples of one trajectory
             count as one sequence in the loss and stay in one mini-batch. None means that the
             trajectory has no other sample.
@@ -66,7 +81,7 @@ class TrainSequence:
             Losses of covariances need them; otherwise None.
         values: The critic's, of the state before each loss token, at the start of this batch of
             updates; None without a critic.
-        returns: What the critic is to estimate; None without a critic.
+        returns: The critic's targets; None without a critic.
         routed_experts: The experts that the rollout engine chose, of rows from 0 on, at most L. The
             policy replays them; it chooses for the other rows itself. None: for all.
         images: In the order of their places, which lie within the ids and outside the loss mask.
@@ -203,7 +218,7 @@ class TokenValues:
 
     Attributes:
         logprobs_M: Log-probabilities, nats; NaN where the sequence did not go through the model.
-        entropy_M: Of the next-token distribution, nats; NaN likewise.
+        entropy_M: Entropy of the next-token distribution, nats; NaN likewise.
     """
 
     logprobs_M: NDArray[np.float32]
@@ -223,13 +238,12 @@ class LossStats:
     """The result of one `forward_backward`; equal on every rank.
 
     Attributes:
-        num_sequences: Number of sequences in the batch.
         num_computed: Sequences that went through the model; the others had no gradient to give.
         num_tokens: Tokens of the sequences that went through the model.
         num_rows: Rows that the model computed for them: fewer than tokens where prefixes are
             shared, more by the padding that sequence parallelism needs.
         num_loss_tokens: Tokens in the loss masks of all sequences, computed or not.
-        num_micro_batches: Of the rank with the most.
+        num_micro_batches: Micro-batches of the rank with the most.
         metrics: Means over the loss tokens that were computed, by the name they are logged under;
             `moe/...` over all rows that were computed.
         tokens: Log-probability and entropy of each loss token, with `keep_tokens`.
@@ -308,8 +322,8 @@ class OffloadReport:
     Attributes:
         release_s: Seconds in which device memory was released.
         restore_s: Seconds in which it was filled again.
-        freed_bytes: Of device memory that is released now.
-        host_bytes: Of host memory that holds what was in it.
+        freed_bytes: Device memory that is released now.
+        host_bytes: Host memory that holds what was in it.
     """
 
     release_s: float

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast, get_args
+from typing import TYPE_CHECKING, Any, Final, cast, get_args
 
 from google.protobuf.message import Message
 
@@ -30,16 +30,16 @@ from treadle.policy.backend import (
     Rendezvous,
 )
 from treadle.policy.backends import registry
-from treadle.policy.client.methods import verb
+from treadle.policy.client.methods import method_of, verb
 from treadle.policy.client.shards import decode
-from treadle.policy.client.types import LossAggregation, TrainSequence
+from treadle.policy.client.types import LossAggregation, RankCause, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.choices import BackendName
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
-from treadle.policy.rank.rank_time import RANK_TIME, RankCause, spent_on
-from treadle.policy.rank.server import RankServer, Received, RequestFailed
+from treadle.policy.rank.rank_time import RANK_TIME, spent_on
+from treadle.policy.rank.server import RankServer, ReceivedShard, RequestFailed
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import errors_pb2
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
@@ -74,10 +74,6 @@ _CAUSES: Final[Mapping[str, RankCause]] = {
 """What the time of a request goes to, unless a part of it says otherwise; else to weights."""
 
 
-_LIBRARIES: Final = {"megatron": "megatron-core"}
-"""The library whose version is that of a backend; else that of this package."""
-
-
 class PolicyRank:
     """Executes requests. Holds the policy once it is built."""
 
@@ -99,7 +95,9 @@ class PolicyRank:
             model.release_memory()
         return response
 
-    def receive(self, batch: int, take: Callable[[int], Received]) -> tuple[TrainSequence, ...]:
+    def receive(
+        self, batch: int, take: Callable[[int], ReceivedShard]
+    ) -> tuple[TrainSequence, ...]:
         """Returns the sequences of a batch; collective over the ranks that share them."""
         policy = self._built
         own: tuple[Frame | None, Frame | None] = None, None
@@ -131,7 +129,7 @@ class PolicyRank:
             case rank_pb.InitializeRequest():
                 return self._build(request)
             case rank_pb.ReportTimeRequest():
-                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())  # type: ignore[arg-type]
+                return rank_pb.ReportTimeResponse(seconds=RANK_TIME.take())
             case rank_pb.ReportOffloadRequest():
                 return self._offload_report()
             case rank_pb.StopRequest():
@@ -140,27 +138,32 @@ class PolicyRank:
                 if self._policy is not None:
                     self._policy.close()
                 return rank_pb.StopResponse()
-            case checkpoint_pb.SaveRequest():
-                self._built.save(Path(request.directory))
-                return checkpoint_pb.SaveResponse()
-            case checkpoint_pb.LoadRequest():
-                self._built.load(Path(request.directory))
-                return checkpoint_pb.LoadResponse()
-            case checkpoint_pb.SaveHfRequest():
-                self._built.save_hf(Path(request.directory))
-                return checkpoint_pb.SaveHfResponse()
-            case checkpoint_pb.SaveAdapterRequest():
-                self._built.save_adapter(Path(request.directory))
-                return checkpoint_pb.SaveAdapterResponse()
-            case checkpoint_pb.SaveCriticRequest():
-                self._built_critic.save(Path(request.directory))
-                return checkpoint_pb.SaveCriticResponse()
-            case checkpoint_pb.LoadCriticRequest():
-                self._built_critic.load(Path(request.directory))
-                return checkpoint_pb.LoadCriticResponse()
+        if request.DESCRIPTOR.file is checkpoint_pb.DESCRIPTOR:
+            return self._use_directory(request)
         if request.DESCRIPTOR.file is pb.DESCRIPTOR:
             return self._compute(request, sequences)
         return self._send_weights(request)
+
+    def _use_directory(self, request: Any) -> Message:
+        """Executes a request of `CheckpointService`: each has a directory, and no response."""
+        directory = Path(request.directory)
+        match request:
+            case checkpoint_pb.SaveRequest():
+                self._built.save(directory)
+            case checkpoint_pb.LoadRequest():
+                self._built.load(directory)
+            case checkpoint_pb.SaveHfRequest():
+                self._built.save_hf(directory)
+            case checkpoint_pb.SaveAdapterRequest():
+                self._built.save_adapter(directory)
+            case checkpoint_pb.SaveCriticRequest():
+                self._built_critic.save(directory)
+            case checkpoint_pb.LoadCriticRequest():
+                self._built_critic.load(directory)
+            case _:
+                raise NotImplementedError(verb(request))
+        response: Message = method_of(request).response()
+        return response
 
     @property
     def _built_critic(self) -> CriticBackend:
@@ -170,7 +173,6 @@ class PolicyRank:
     def _compute(self, request: Message, sequences: Sequence[TrainSequence]) -> Message:
         """Executes a request of `TrainingService`; what is large is answered by rank 0 only."""
         from treadle.policy.rank import train_batch
-        from treadle.policy.rank.fine_tune import logprob_sums, run_fine_tune
 
         policy, answers = self._built, self._rank == 0
         match request:
@@ -213,10 +215,10 @@ class PolicyRank:
                 of_all = train_batch.at_loss_tokens(sequences, logprobs) if answers else b""
                 return pb.LogProbsResponse(logprobs=of_all)
             case pb.LogprobSumsRequest():
-                return pb.LogprobSumsResponse(sums=logprob_sums(policy, sequences))
+                return pb.LogprobSumsResponse(sums=map(sum, policy.logprobs(sequences)))
             case pb.FineTuneRequest():
                 aggregation = cast(LossAggregation, request.aggregation)
-                return run_fine_tune(policy, sequences, aggregation)
+                return train_batch.run_fine_tune(policy, sequences, aggregation)
             case pb.ValuesRequest():
                 values = self._built_critic.values(sequences)
                 of_all = train_batch.at_loss_tokens(sequences, values) if answers else b""
@@ -324,11 +326,12 @@ def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
             f"{backend!r} (policy.backend), only {', '.join(known)}: start it in an environment "
             "with a newer treadle-policy (policy.command)"
         )
-    can = registry.describe(cast(BackendName, backend)).capabilities
+    described = registry.describe(cast(BackendName, backend))
+    can, library = described.capabilities, described.library
     return rank_pb.GetPolicyInfoResponse(
         treadle_version=_version("treadle-policy"),
         backend=backend,
-        backend_version=_version(_LIBRARIES.get(backend, "treadle-policy")),
+        backend_version=_version("treadle-policy" if library is None else library.name),
         python_version=platform.python_version(),
         torch_version=_version("torch"),
         capabilities=rank_pb.Capabilities(

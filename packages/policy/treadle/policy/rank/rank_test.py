@@ -20,7 +20,8 @@ from treadle.policy.v1.weights_service_pb2 import GetWeightSpecsRequest
 
 def test_nobody_takes_the_port_at_which_the_ranks_are_to_meet() -> None:
     rank = PolicyRank("127.0.0.1")
-    host, _, port = rank.execute(OpenRendezvousRequest()).address.rpartition(":")  # type: ignore[attr-defined]
+    response: Any = rank.execute(OpenRendezvousRequest())
+    host, _, port = response.address.rpartition(":")
     with pytest.raises(OSError, match="in use"):
         socket.create_server((host, int(port)))
 
@@ -56,7 +57,8 @@ def test_a_gradient_and_a_step_are_an_update(tmp_path: Path) -> None:
     assert (step.step, step.skipped) == (1, False)
     assert b"".join(part.tokens.logprobs for part in parts) == whole.tokens.logprobs
     asked = pb.LogProbsRequest(temperature=1.0)
-    first, second = (np.frombuffer(rank.execute(asked, batch).logprobs, "<f4") for rank in ranks)  # type: ignore[attr-defined]
+    answers: list[Any] = [rank.execute(asked, batch) for rank in ranks]
+    first, second = (np.frombuffer(answer.logprobs, "<f4") for answer in answers)
     assert first == pytest.approx(second, abs=1e-6)
 
 

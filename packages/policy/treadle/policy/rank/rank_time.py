@@ -26,22 +26,11 @@ here, and all code that works for a rank names its cause with `spent_on`.
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Final, Literal, get_args
+from typing import Final
 
-__all__ = ["CAUSES", "RANK_TIME", "RankCause", "RankTime", "spent_on"]
+from treadle.policy.client.types import CAUSES, RankCause
 
-RankCause = Literal[
-    "waiting",
-    "receive",
-    "train",
-    "optimizer",
-    "logprobs",
-    "weights",
-    "save",
-    "memory",
-    "start",
-]
-CAUSES: Final[tuple[RankCause, ...]] = get_args(RankCause)
+__all__ = ["RANK_TIME", "RankTime", "spent_on"]
 
 
 class RankTime:
@@ -55,7 +44,7 @@ class RankTime:
         self._now = now
         self._cause: RankCause = "waiting"
         self._since = now()
-        self._seconds = dict.fromkeys(CAUSES, 0.0)
+        self._seconds: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
 
     @contextlib.contextmanager
     def spent_on(self, cause: RankCause) -> Iterator[None]:
@@ -67,7 +56,7 @@ class RankTime:
         finally:
             self._change(outer)
 
-    def take(self) -> Mapping[RankCause, float]:
+    def take(self) -> Mapping[str, float]:
         """Returns the seconds of every cause since the last call."""
         self._change(self._cause)
         taken, self._seconds = self._seconds, dict.fromkeys(CAUSES, 0.0)

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.policy.rank.rank_time import CAUSES, RankCause, RankTime
+from treadle.policy.client.types import CAUSES, RankCause
+from treadle.policy.rank.rank_time import RankTime
 
 
 class Watch:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import queue
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -34,7 +34,7 @@ from treadle.policy.v1 import training_service_pb2 as pb
 
 __all__ = ["Asked", "RankServer", "RequestFailed"]
 
-Received = tuple[pb.Shard, bytearray]
+ReceivedShard = tuple[pb.Shard, bytearray]
 
 
 class RequestFailed(Exception):
@@ -64,7 +64,7 @@ class RankServer:
         self._program = program
         self._main = threading.get_ident()
         self._asked: queue.SimpleQueue[Asked | None] = queue.SimpleQueue()
-        self._batches: dict[int, Future[Received]] = {}
+        self._batches: dict[int, Future[ReceivedShard]] = {}
         self._started: Future[asyncio.AbstractEventLoop] = Future()
         self._thread = threading.Thread(target=self._run, name="server", daemon=True)
 
@@ -91,14 +91,14 @@ class RankServer:
     def __iter__(self) -> Iterator[Asked]:
         return iter(self._asked.get, None)  # None ends it
 
-    def take_batch(self, number: int) -> Received:
+    def take_batch(self, number: int) -> ReceivedShard:
         """Returns the shard of a batch, when it has come, and forgets it."""
         try:
             return self._batch(number).result()
         finally:
             del self._batches[number]
 
-    def _batch(self, number: int) -> "Future[Received]":
+    def _batch(self, number: int) -> "Future[ReceivedShard]":
         return self._batches.setdefault(number, Future())
 
     def _run(self) -> None:
@@ -121,14 +121,16 @@ class RankServer:
 
     def _add_services(self, server: grpc.aio.Server) -> None:
         of_service = attrgetter("service")
+        usual: tuple[Callable[..., Any], Callable[..., Any]]
+        usual = grpc.unary_unary_rpc_method_handler, self._ask
+        others: dict[type[Any], tuple[Callable[..., Any], Callable[..., Any]]] = {
+            rank_pb.WatchRequest: (grpc.unary_stream_rpc_method_handler, self._watch),
+            pb.SendBatchRequest: (grpc.stream_unary_rpc_method_handler, self._receive),
+        }
         for service, methods in groupby(sorted(METHODS.values(), key=of_service), of_service):
             handlers: dict[str, Any] = {}
             for method in methods:
-                make, behaviour = grpc.unary_unary_rpc_method_handler, self._ask
-                if method.request is rank_pb.WatchRequest:
-                    make, behaviour = grpc.unary_stream_rpc_method_handler, self._watch  # type: ignore[assignment]
-                elif method.request is pb.SendBatchRequest:
-                    make, behaviour = grpc.stream_unary_rpc_method_handler, self._receive  # type: ignore[assignment]
+                make, behaviour = others.get(method.request, usual)
                 handlers[method.name] = make(
                     behaviour, method.request.FromString, method.response.SerializeToString
                 )
@@ -168,15 +170,16 @@ class RankServer:
         self, requests: AsyncIterator[pb.SendBatchRequest], context: Any
     ) -> pb.SendBatchResponse:
         shard = (await anext(aiter(requests))).shard
-        memory, end = memoryview(bytearray(shard.memory_bytes)), 0
+        memory, end = bytearray(shard.memory_bytes), 0
+        view = memoryview(memory)  # which refuses what is too long
         async for request in requests:
             size = len(request.memory)
-            memory[end : end + size] = request.memory
+            view[end : end + size] = request.memory
             end += size
         if end != len(memory):
             told = f"a shard of {len(memory)} bytes ended after {end}"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, told)
-        self._batch(shard.batch).set_result((shard, memory.obj))  # type: ignore[arg-type]
+        self._batch(shard.batch).set_result((shard, memory))
         return pb.SendBatchResponse()
 
 

@@ -21,11 +21,18 @@ from numpy.typing import NDArray
 from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.algorithms.kl import kl_penalty
+from treadle.policy.algorithms.losses import NegativeLogLikelihood
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
 from treadle.policy.backend import CriticBackend, PolicyBackend
 from treadle.policy.client.batch import cut, of_loss_tokens
-from treadle.policy.client.types import LossStats, OptimizerStats, StepStats, TrainSequence
+from treadle.policy.client.types import (
+    LossAggregation,
+    LossStats,
+    OptimizerStats,
+    StepStats,
+    TrainSequence,
+)
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.rank.rank_time import spent_on
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -35,6 +42,7 @@ __all__ = [
     "measure_reference",
     "not_finite",
     "run_critic_update",
+    "run_fine_tune",
     "run_forward_backward",
     "run_update",
     "stats_message",
@@ -110,10 +118,6 @@ def measure_reference(
     """Computes the KL of a batch against the reference, at the weights before its updates.
 
     Where `algorithm.old_logprobs=rollout`, the servers' log-probabilities are the policy's.
-
-    Args:
-        policy: This rank's part of it.
-        algorithm: Says which estimate of the KL is taken, and what the update will need.
     """
     ours: list[FloatArray] = []
     if algorithm.old_logprobs == "policy":
@@ -153,9 +157,6 @@ def run_critic_update(
     """Teaches the critic the returns of a batch: `epochs` x `mini_batches` optimizer steps.
 
     Args:
-        critic: This rank's part of it.
-        algorithm: Says how the batch is cut, and how the losses of tokens are added up.
-        epochs: Number of passes over the batch.
         free_memory: Whether cached device memory is released at the end, for other processes.
     """
     steps = tuple(
@@ -172,6 +173,16 @@ def run_critic_update(
     return pb.UpdateCriticResponse(
         steps=[stats_message(pb.StepStats, step) for step in steps],
         broken=_not_finite_critic(critic, sequences),
+    )
+
+
+def run_fine_tune(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
+) -> pb.FineTuneResponse:
+    """Takes one optimizer step on what the assistant said, and looks at what it left."""
+    step = policy.train_step(sequences, NegativeLogLikelihood(), aggregation=aggregation)
+    return pb.FineTuneResponse(
+        steps=[stats_message(pb.StepStats, step)], broken=not_finite(policy, sequences, 1.0)
     )
 
 
@@ -273,7 +284,7 @@ def _token_values(
     """Returns the values of all loss tokens of the batch.
 
     Args:
-        steps: Those of the first epoch have the values of their mini-batch each.
+        steps: Each of the first epoch has the values of its mini-batch.
         measured: The batch with the policy's log-probabilities before the update, if there are any.
     """
     kept = [step.tokens for step in steps if step.tokens is not None]
@@ -308,7 +319,7 @@ def _of_all(
     """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
 
     Args:
-        values: Of the loss tokens of each; nothing is read of an outline's.
+        values: [M] of each sequence; nothing is read of an outline's.
     """
     own = [
         np.zeros_like(each) if sequence.is_outline else each

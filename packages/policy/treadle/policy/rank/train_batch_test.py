@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from treadle.agent_loop import BoolArray, FloatArray
 from treadle.policy.backend import LossFn
-from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import cut, of_loss_tokens
 from treadle.policy.client.types import (
     LossAggregation,
@@ -19,6 +18,7 @@ from treadle.policy.client.types import (
 )
 from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
 from treadle.policy.rank.train_batch import measure_reference, run_update
+from treadle.policy.testing.fake.backend import FakePolicy
 
 
 class _Policy(FakePolicy):
@@ -100,7 +100,7 @@ def test_several_updates_are_measured_against_the_policy_that_began() -> None:
 
 
 def _floats(values: bytes) -> list[float]:
-    return np.frombuffer(values, "<f4").tolist()  # type: ignore[no-any-return]
+    return [*map(float, np.frombuffer(values, "<f4"))]
 
 
 def test_the_values_of_tokens_are_those_of_the_first_step_that_trained_on_them() -> None:

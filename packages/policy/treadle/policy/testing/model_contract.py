@@ -47,7 +47,7 @@ def step_in_torch(
         logp, mask = wanted(reference, s)
         assert isinstance(s.advantages, float)
         loss = loss - ((logp - logp.detach()).exp() * s.advantages * mask).sum() / total
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), LINEAR.grad_clip)
     adam = torch.optim.AdamW(reference.parameters(), lr=LINEAR.lr, eps=LINEAR.eps, weight_decay=0.0)
     adam.step()

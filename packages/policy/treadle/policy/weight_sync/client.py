@@ -59,7 +59,6 @@ class WeightSyncClient:
         """Opens a channel without a call.
 
         Args:
-            name: Of the server, for errors.
             control_deadline_s: Maximum time for a call that changes or tells the state.
             commit_deadline_s: Maximum time for a call that waits for completions or for the engine.
             security: How the server is reached; None: in plain text.
@@ -74,8 +73,8 @@ class WeightSyncClient:
         security = security or ChannelSecurity()
         self._channel = security.open(address)
         self._metadata = security.metadata
-        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)  # type: ignore[no-untyped-call]
-        self._server = server_grpc.ServerServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._sync = pb_grpc.WeightSyncServiceStub(self._channel)
+        self._server = server_grpc.ServerServiceStub(self._channel)
 
     async def info(self) -> server_pb.GetServerInfoResponse:
         """Returns what the server is and holds."""
@@ -121,12 +120,7 @@ class WeightSyncClient:
         return tuple(response.received_bytes)
 
     async def commit(self, update_id: str, in_flight: pb.InFlightPolicy) -> int:
-        """Switches to the new weights and returns the version.
-
-        Args:
-            update_id: An update whose bytes the server holds.
-            in_flight: What to do with in-flight completions.
-        """
+        """Switches to the new weights and returns the version."""
         request = pb.CommitUpdateRequest(update_id=update_id, in_flight=in_flight)
         response = await self._call(
             "CommitUpdate", self._sync.CommitUpdate, request, self._commit_s

@@ -25,7 +25,7 @@ async def serve() -> AsyncIterator[Serve]:
 
         async def start(name: str) -> tuple[FakeServer, WeightSyncClient]:
             fake, server = FakeServer(), grpc.aio.server()
-            pb_grpc.add_WeightSyncServiceServicer_to_server(fake, server)  # type: ignore[no-untyped-call]
+            pb_grpc.add_WeightSyncServiceServicer_to_server(fake, server)
             port = server.add_insecure_port("127.0.0.1:0")
             await server.start()
             stack.push_async_callback(server.stop, None)

@@ -61,13 +61,8 @@ class DeltaPublisher:
         """Leaves in `update_round.live` the servers that sample from the version.
 
         Args:
-            update_round: The version and the servers.
             send: The transport's; leaves in a round the servers that hold every byte.
             publish: The transport's; leaves in a round the servers that sample from the version.
-
-        Raises:
-            WeightSyncError: Trainer and servers are incompatible.
-            PolicyError: A policy rank failed.
         """
         # A version that was published before goes whole to a server that came late.
         new = update_round.version != self._version
@@ -157,7 +152,6 @@ def encode(old: memoryview, new: memoryview, element_type: str) -> bytes | None:
     """Returns the changes from `old` to `new`; empty if there are none.
 
     Args:
-        old: Array of shape [number of bytes].
         new: [number of bytes], as long as `old`.
 
     Returns:

@@ -102,4 +102,4 @@ def tensor_bytes(tensor: "Tensor", element_type: str) -> memoryview:
 
     wanted = getattr(torch, element_type)
     flat = tensor.detach().to(dtype=wanted, device="cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return flat.view(torch.uint8).numpy().data

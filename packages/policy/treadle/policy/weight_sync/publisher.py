@@ -72,10 +72,6 @@ class WeightPublisher:
         """Makes no call yet.
 
         Args:
-            policy: The ranks that hold the weights.
-            config: How the weights are sent.
-            element_type: What the servers are sent.
-            directory: Where the file transport writes.
             security: How the ranks speak to the servers; None means plain text.
         """
         self._policy = policy

@@ -21,7 +21,6 @@ class ServerSecurity:
     """The client's files.
 
     Attributes:
-        tls: Whether the servers use TLS.
         roots: PEM certificates that verify the servers'; None: the system's.
         server_name: The name in the servers' certificate; None: that of their host.
         token: File with the token; None: no token.

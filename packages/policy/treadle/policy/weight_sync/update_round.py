@@ -4,6 +4,9 @@ Invariant: `live` holds the servers that have not failed in this round. A server
 aborted and removed, and its cause goes to `failed`. An incompatible server (`Outcome.FATAL`) ends
 the whole round, since no server would take the version. `call_all` calls all live servers at once,
 and each lease is renewed by its own task, so that a server that hangs costs only its own deadlines.
+
+What has part in a round raises `WeightSyncError` where trainer and servers are incompatible, and
+`PolicyError` where a policy rank failed.
 """
 
 import asyncio
@@ -43,7 +46,6 @@ class Delta:
     """How a version differs from an earlier one, per weight in the order of the specs.
 
     Attributes:
-        encoded_bytes: Size of the encoded changes of each weight.
         crc32: CRC-32 of each whole weight.
     """
 
@@ -57,13 +59,10 @@ class UpdateRound:
     """One weight version in transit.
 
     Attributes:
-        policy: The ranks that send it.
-        element_type: What the servers are sent.
-        security: How the ranks speak to the servers.
         live: Server name -> server, of those that have not failed.
         update_id: Id of the update that the live servers have begun or will begin.
         failed: Server name -> cause, of those that have failed.
-        delta: What is sent instead of the weights, if anything.
+        delta: The changes that are sent; None: the weights are.
         keep_base: Whether the servers keep the weights as the base of a later delta.
         to_retry: Servers that need another update, with the whole weights.
         sent_bytes: Average bytes per server that took the version; None means all of the weights.

@@ -129,7 +129,7 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
 
 def add_to_server(servicer: WeightSyncServicer, server: Methods) -> None:
     """Serves every method as generated, except PushWeights, which copies no chunk."""
-    pb_grpc.add_WeightSyncServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_WeightSyncServiceServicer_to_server(servicer, server)
     push = grpc.stream_unary_rpc_method_handler(
         servicer.PushWeights,
         request_deserializer=decode_push,

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from treadle.policy.backends.megatron import VERSION, VERSIONS
+from treadle.policy.backends.registry import describe
 from treadle.trainer.doctor.finding import Finding, fail, ok, warn
 from treadle.trainer.doctor.probe import Probed, probe
 
@@ -43,7 +43,6 @@ LEAST: Final[Mapping[str, str]] = MappingProxyType(
     }
 )
 """Distribution -> the oldest version that the trainer works with, as in its pyproject.toml."""
-_MEGATRON = "megatron-core"
 _OLDEST_PYTHON = (3, 11)
 _IMPORTED = ("torch", "transformers", "megatron.core", "pyarrow", "grpc")
 # Not needed, and harmful when broken: transformers and Megatron import what is installed.
@@ -117,15 +116,17 @@ def check_import_path(environ: Mapping[str, str]) -> Finding:
 
 
 def _versions() -> Iterator[Finding]:
-    for name, wanted in {_MEGATRON: VERSION, **LEAST}.items():
+    exactly = describe("megatron").library
+    assert exactly is not None, "it uses internals of Megatron-core"
+    for name, wanted in {exactly.name: exactly.wanted, **LEAST}.items():
         try:
             version = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield fail(name, "not installed", "the trainer imports it", _INSTALL)
             continue
-        exact = name == _MEGATRON
-        if exact and version.partition("+")[0] not in VERSIONS:
-            cause = f"the policy uses internals of {name} {' and '.join(VERSIONS)}"
+        exact = name == exactly.name
+        if exact and version.partition("+")[0] not in exactly.versions:
+            cause = f"the policy uses internals of {name} {' and '.join(exactly.versions)}"
             yield fail(name, version, cause, f'pip install "{name}=={wanted}"')
         elif not exact and release(version) < release(wanted):
             yield fail(name, version, f"older than {wanted}", f'pip install "{name}>={wanted}"')

@@ -25,9 +25,9 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.hf import HfRenderer
 from treadle.agent_loop.testing import ScriptedGenerator
-from treadle.policy.backends.fake.backend import FakePolicy
 from treadle.policy.client.batch import token_weights
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+from treadle.policy.testing.fake.backend import FakePolicy
 from treadle.tools import load_catalogue
 from treadle.trainer import demo
 from treadle.trainer.sft import Demonstration, fine_tune, train_sequences, transcribe

@@ -66,7 +66,7 @@ async def remote(address: str, clock: FakeClock) -> AsyncIterator[RemoteRouter]:
 @asynccontextmanager
 async def asking(service: Router, clock: FakeClock) -> AsyncIterator[RemoteRouter]:
     server = grpc.aio.server()
-    pb_grpc.add_RoutingServiceServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    pb_grpc.add_RoutingServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
@@ -146,7 +146,7 @@ async def test_no_replica_is_waited_for_unless_the_caller_avoids_some() -> None:
         waiting = asyncio.create_task(ask(router))
         await clock.until_sleeping(1)
         async with grpc.aio.insecure_channel(address) as channel:
-            stub: Any = pb_grpc.RoutingServiceStub(channel)  # type: ignore[no-untyped-call]
+            stub: Any = pb_grpc.RoutingServiceStub(channel)
             await stub.RegisterReplica(pb.RegisterReplicaRequest(address=A), timeout=60)
         await clock.advance(1.0)
         assert await waiting == A

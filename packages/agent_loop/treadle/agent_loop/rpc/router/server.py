@@ -297,9 +297,7 @@ async def _serve(config: RouterConfig, sink: TraceSink, clock: Clock) -> AsyncIt
             ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ),
     )
-    pb_grpc.add_RoutingServiceServicer_to_server(  # type: ignore[no-untyped-call]
-        RoutingServicer(queue, config, sink), server
-    )
+    pb_grpc.add_RoutingServiceServicer_to_server(RoutingServicer(queue, config, sink), server)
     health_servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -32,9 +32,8 @@ class Norms:
     """The files' names of a layer's norms: before and after attention and feed-forward part.
 
     Attributes:
-        after_attention: Of the attention's output, before it is added; None: there is none.
-        before_mlp: Of the feed-forward part's input.
-        after_mlp: Of its output, before it is added; None: there is none.
+        after_attention: Norm of the attention's output, before it is added; None: there is none.
+        after_mlp: Norm of the feed-forward output, before it is added; None: there is none.
     """
 
     before_attention: str = "input_layernorm"
@@ -190,7 +189,7 @@ class Architecture(ModelShape):
             share, sorted.
         windows: Rows that a row sees, itself included, by layer; None: all before it. Empty: no
             layer has a window.
-        score_scale: What attention scores are multiplied by; None: 1 / sqrt(head_dim).
+        score_scale: Factor of attention scores; None: 1 / sqrt(head_dim).
         score_softcap: c of c tanh(score / c); None: scores are not capped.
         logit_softcap: The same of the logits.
         vision: The tower of a model that sees; None: it reads text only.
@@ -399,7 +398,8 @@ class Architecture(ModelShape):
 
 def _check_type(model_type: object) -> None:
     if model_type not in MODEL_TYPES:
-        why = f": {REFUSED[model_type]}" if model_type in REFUSED else ""  # type: ignore[index]
+        reason = REFUSED.get(str(model_type))
+        why = f": {reason}" if reason else ""
         raise UnsupportedModelError(
             f"model type {model_type!r} is not supported by the Megatron backend{why}; supported: "
             f"{', '.join(MODEL_TYPES)}"

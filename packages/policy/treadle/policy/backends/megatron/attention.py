@@ -45,11 +45,10 @@ as much as 20% more rows of a short group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
+class ScoreRule:
     """How a layer's attention scores are made.
 
     Attributes:
-        scale: What products of queries and keys are multiplied by.
         window: Rows that a row sees, itself included; None: all before it.
         softcap: c of c tanh(score / c); None: scores are not capped.
         more: (n, x) where the part of a score that is of the first n dimensions is multiplied by x;
@@ -76,7 +75,7 @@ class SegmentGroup:
 
 
 @dataclass
-class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
+class Segments(PackedSeqParams):
     """The segments that Megatron hands through to `PackedAttention` unread.
 
     `qkv_format` stays "sbhd": to Megatron the micro-batch is one sequence of batch size 1, and the
@@ -90,7 +89,7 @@ class Segments(PackedSeqParams):  # type: ignore[misc]  # megatron is untyped
     """Which rows are images, on the first stage of a model that sees; None: no row is."""
 
     def attend(
-        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores
+        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: ScoreRule
     ) -> Tensor:
         """Attends within each segment; returns [P, A * D]."""
         rows = (query_PAD, key_PAD, value_PAD)
@@ -164,7 +163,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return rows
 
 
-def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: Scores) -> Tensor:
+def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: ScoreRule) -> Tensor:
     query, key, value = (_spread(x[group.start : group.stop], group) for x in rows)
     if scores.softcap is None and (scores.window is None or group.longest <= scores.window):
         out_NASD = F.scaled_dot_product_attention(
@@ -181,7 +180,7 @@ def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: Scores) -
     return out if group.slots_P is None else take_rows(out, group.slots_P)
 
 
-def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
     """Returns [N, A, S, D], a block of queries at a time, each with the keys that it sees."""
     length = query.shape[2]
     at = torch.arange(length, device=query.device)
@@ -209,7 +208,7 @@ def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: Scores)
     return torch.cat(outputs, 2)
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: Scores) -> Tensor:
+def _capped(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: ScoreRule) -> Tensor:
     """Returns the attention of one block with capped scores, as matrix products."""
     assert scores.softcap is not None
     num, heads, rows, size = query.shape
@@ -229,10 +228,10 @@ def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
     return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
 
 
-class PackedAttention(MegatronModule):  # type: ignore[misc]  # megatron is untyped
+class PackedAttention(MegatronModule):
     """The `core_attention` of a Megatron layer spec, by torch's scaled dot-product attention."""
 
-    def __init__(self, config: Any, layer_number: int, *, scores: Sequence[Scores], **_: Any):
+    def __init__(self, config: Any, layer_number: int, *, scores: Sequence[ScoreRule], **_: Any):
         """Called by Megatron, with more than is needed; `scores`, by layer, are from the spec."""
         super().__init__(config=config)
         self._scores = scores[layer_number - 1]

@@ -43,10 +43,10 @@ from treadle.policy.backends.megatron.model import PolicyModel, build
 from treadle.policy.backends.megatron.offload import copied, offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, Packer
-from treadle.policy.backends.megatron.prefixes import plan
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.client import prefixes
 from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -83,9 +83,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         """Joins the other ranks and loads the model.
 
         Args:
-            model_path: Hugging Face folder: config.json and safetensors.
             rendezvous: This rank's position; None for a policy of one process.
-            keep_reference: Keep a frozen model for `reference_logprobs`.
             reference_path: Its Hugging Face folder, another model with the same tokenizer, of any
                 size. None: the weights as they are now.
 
@@ -206,28 +204,32 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         temperature: float,
     ) -> list[FloatArray]:
         """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
-        packer = Packer(
+        packer = self.packer(sequences, [0.0] * len(sequences), replaying=self._replaying)
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        micro_batches = self.micro_batches(packer, sequences, computed, model)
+        return self.evaluate(
+            net,
+            micro_batches,
+            lambda micro, hidden: self._head(model, micro, hidden, temperature)[0],
+        )
+
+    def packer(
+        self,
+        sequences: Sequence[TrainSequence],
+        of_tokens: Sequence[float],
+        *,
+        replaying: Architecture | None = None,
+    ) -> Packer:
+        """Returns what builds the micro-batches of a batch; see `Packer`."""
+        return Packer(
             sequences,
-            [0.0] * len(sequences),
+            of_tokens,
             at=device.device(),
             row_multiple=self.row_multiple,
             context=self.world.context_group,
-            replaying=self._replaying,
+            replaying=replaying,
             images=self.images,
         )
-        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
-
-        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, _ = self._head(model, micro, hidden, temperature)
-            if self.world.speaks:
-                values_M[micro.slots_T] = logprobs_T
-            return logprobs_T.sum()
-
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        micro_batches = self.micro_batches(packer, sequences, computed, model)
-        pipeline.run(net, micro_batches, collect, forward_only=True)
-        dist.all_reduce(values_M)
-        return packer.unpack(values_M.cpu().numpy())
 
     @torch.no_grad()
     def reference_logprobs(
@@ -269,15 +271,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
         began = time.perf_counter()
-        packer = Packer(
-            sequences,
-            token_weights(sequences, aggregation, aggregation_length),
-            at=device.device(),
-            row_multiple=self.row_multiple,
-            context=self.world.context_group,
-            replaying=self._replaying,
-            images=self.images,
-        )
+        of_tokens = token_weights(sequences, aggregation, aggregation_length)
+        packer = self.packer(sequences, of_tokens, replaying=self._replaying)
         computed = [
             i
             for i, s in enumerate(sequences)
@@ -349,7 +344,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
         Args:
             computed: Indices of those that go through the model.
-            model: That they go through; None: the policy's, or one of its architecture.
+            model: The model that they go through; None: the policy's, or one of its architecture.
         """
         can_share = (model or self._model).attention_is_plain
         mine = self._share(packer, sequences, computed, can_share=can_share)
@@ -365,14 +360,14 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         *,
         can_share: bool,
     ) -> MicroBatches:
-        mode = plan.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
+        mode = prefixes.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
         num_shards, shard = self.world.data, self.world.data_rank
         if sequences and sequences[0].shard is not None:  # then the driver has chosen
             computed = [i for i in computed if sequences[i].shard == shard]
             num_shards, shard = 1, 0
-        ordered = plan.shared(sequences, computed, mode if can_share else "never")
+        ordered = prefixes.shared(sequences, computed, mode if can_share else "never")
         if ordered is not None:
-            parts = plan.micro_batches(
+            parts = prefixes.micro_batches(
                 ordered,
                 num_shards=num_shards,
                 shard=shard,
@@ -422,7 +417,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         return weights.export(self._weights(), self.architecture, self.world, dtype=dtype)
 
-    def _weights(self) -> Iterator[weights.Entry]:
+    def _weights(self) -> Iterator[weights.WeightEntry]:
         return weights.entries(self._model, self.architecture)
 
     def save_hf(self, folder: Path) -> None:

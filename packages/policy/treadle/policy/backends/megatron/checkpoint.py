@@ -168,7 +168,6 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
     """Writes a checkpoint; collective.
 
     Args:
-        state: Of the policy or the critic.
         directory: Made by this call, on a file system that all ranks see.
 
     Raises:
@@ -342,7 +341,6 @@ def _together(
 
     Args:
         action: This rank's part, or None.
-        place: What was to be written, for the message.
         meanwhile: Run by ranks without an action, and by those whose action failed.
     """
     problem = None

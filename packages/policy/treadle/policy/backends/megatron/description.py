@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, ClassVar
 
 from treadle.policy.backends.description import (
     BackendDescription,
+    BackendLibrary,
     Capabilities,
     MemoryEstimate,
     UnsupportedModelError,
 )
+from treadle.policy.backends.megatron import VERSION, VERSIONS
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
 from treadle.policy.backends.megatron.experts.check import split_problems, training_problems
 from treadle.policy.backends.megatron.memory import estimate_memory
@@ -39,6 +41,9 @@ class MegatronDescription(BackendDescription):
         routing_replay=True,
         recompute=True,
         shared_prefixes=True,
+    )
+    library: ClassVar[BackendLibrary | None] = BackendLibrary(
+        name="megatron-core", versions=VERSIONS, wanted=VERSION
     )
     model_types: Collection[str] = tuple(MODEL_TYPES)
     vision_types: Collection[str] = tuple(NAMING)

@@ -10,7 +10,7 @@ from torch import Tensor
 from treadle.policy.backends.megatron import attention
 from treadle.policy.backends.megatron.attention import (
     PackedAttention,
-    Scores,
+    ScoreRule,
     Segments,
     take_rows,
 )
@@ -107,7 +107,7 @@ def test_vocabulary_parallel_values_and_gradients() -> None:
     np.testing.assert_allclose(sum(r[3] for r in ranks), head_grad.numpy(), atol=2e-6)
 
 
-def packed_attention(scores: Scores) -> PackedAttention:
+def packed_attention(scores: ScoreRule) -> PackedAttention:
     core = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(core)
     core._scores = scores
@@ -131,7 +131,7 @@ def test_packed_attention_is_attention_of_each_segment_alone(
     key, value = (torch.randn(rows, 1, 2, 4, requires_grad=True) for _ in range(2))
     segments = Segments.of_lengths(lengths, torch.device("cpu"))
     assert segments.groups[-1].stop == sum(lengths)
-    core = packed_attention(Scores(scale=0.5, window=window, softcap=softcap))
+    core = packed_attention(ScoreRule(scale=0.5, window=window, softcap=softcap))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_BLOCK", 5)
         got = core(query, key, value, None, packed_seq_params=segments)

@@ -74,11 +74,9 @@ def estimate_memory(
     """Returns the estimate of the largest pipeline stage, by the formulas of this module.
 
     Args:
-        architecture: Of the model, which the parallel sizes divide.
         rows: Tokens of a micro-batch, over all context ranks.
-        loss_rows: Those of them that are trained on; None: all.
-        reference: Whether there is a reference.
-        other_reference: Of the model that is the reference; None: the starting weights are.
+        loss_rows: Rows that are trained on; None: all of them.
+        other_reference: The model that is the reference; None: the starting weights are.
     """
     stages = (
         _stage(

@@ -26,7 +26,7 @@ from torch import Tensor
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.architecture import padded_vocab
-from treadle.policy.backends.megatron.attention import PackedAttention, Scores, Segments
+from treadle.policy.backends.megatron.attention import PackedAttention, ScoreRule, Segments
 from treadle.policy.backends.megatron.experts import check
 from treadle.policy.backends.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.policy.backends.megatron.lora.linears import adapt_layer, freeze_base
@@ -64,7 +64,7 @@ class RMSNorm(torch.nn.Module):
             torch.empty(hidden_size, dtype=config.params_dtype, device=device.device())
         )
         # Megatron sums the gradients of parameters so marked over the tensor-parallel group.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # Megatron's
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalises the last dimension."""
@@ -101,7 +101,7 @@ class NormAndAdd(torch.nn.Module):
         return residual + normed
 
 
-class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is untyped
+class TwoRotationsAttention(SelfAttention):
     """Self-attention where layers with a window have their own rotary frequencies."""
 
     def __init__(self, *args: Any, architecture: Architecture, layer_number: int, **kwargs: Any):
@@ -114,10 +114,12 @@ class TwoRotationsAttention(SelfAttention):  # type: ignore[misc]  # megatron is
     ) -> tuple[Tensor, Tensor | None]:
         """Takes the layer's angles out of [P, 1, 2, D], those of both frequencies."""
         angles = rotary_pos_emb[:, :, self._which, None]
-        return super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)  # type: ignore[no-any-return]
+        out: tuple[Tensor, Tensor | None]
+        out = super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)
+        return out
 
 
-class PolicyModel(GPTModel):  # type: ignore[misc]  # megatron is untyped
+class PolicyModel(GPTModel):
     """One pipeline stage of the policy, up to and without the output layer."""
 
     def __init__(
@@ -297,14 +299,14 @@ def _layer_spec(
     return layer
 
 
-def _scores(architecture: Architecture) -> tuple[Scores, ...]:
+def _scores(architecture: Architecture) -> tuple[ScoreRule, ...]:
     """Returns how each layer scores."""
     turning, factor = frequencies(architecture)
     found = []
     for layer in range(architecture.num_layers):
         window = architecture.window(layer)
         has_own = window is not None and architecture.rope_local_theta is not None
-        scores = Scores(
+        scores = ScoreRule(
             scale=architecture.score_scale or architecture.head_dim**-0.5,
             window=window,
             softcap=architecture.score_softcap,

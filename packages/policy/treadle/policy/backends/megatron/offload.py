@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
     from treadle.policy.config.policy import OffloadConfig
 
-Part: TypeAlias = Literal["parameters", "gradients", "optimizer", "reference"]
+OffloadPart: TypeAlias = Literal["parameters", "gradients", "optimizer", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +50,19 @@ class _Away:
 class Offload:
     """Takes the parts of one model off the device, and brings them back."""
 
-    def __init__(self, parts: Mapping[Part, Callable[[], Iterable[Tensor]]]) -> None:
+    def __init__(self, parts: Mapping[OffloadPart, Callable[[], Iterable[Tensor]]]) -> None:
         """Moves nothing yet.
 
         Args:
-            parts: What leaves the device, and how to find the tensors of each part. They are looked
-                up at each release, and must be the same or views of the same.
+            parts: How to find the tensors of each part that leaves the device. They are looked up
+                at each release, and must be the same or views of the same.
         """
         self._parts = parts
-        self._away: dict[Part, list[_Away]] = {}
+        self._away: dict[OffloadPart, list[_Away]] = {}
         self._release_s = self._restore_s = 0.0
 
     @spent_on("memory")
-    def restore(self, *names: Part) -> None:
+    def restore(self, *names: OffloadPart) -> None:
         """Brings parts back, except those that are there already or never leave."""
         began = time.perf_counter()
         for name in names:
@@ -73,7 +73,7 @@ class Offload:
         self._restore_s += time.perf_counter() - began
 
     @spent_on("memory")
-    def release(self, *names: Part, keep_gradients: bool = False) -> None:
+    def release(self, *names: OffloadPart, keep_gradients: bool = False) -> None:
         """Takes parts off the device, except those that are away already or never leave."""
         began = time.perf_counter()
         for name in names:
@@ -118,13 +118,7 @@ def offload_of(
     *,
     reference: Callable[[], Iterable[Tensor]] = tuple,
 ) -> Offload:
-    """Returns the offload of a model.
-
-    Args:
-        config: Which parts leave the device.
-        net: The model in Megatron's gradient buffers.
-        reference: Finds the tensors of another model beside it.
-    """
+    """Returns the offload of a model."""
     buffers = [*net.buffers, *net.expert_parallel_buffers]
 
     def parameters() -> Iterator[Tensor]:
@@ -137,7 +131,7 @@ def offload_of(
             if tensor.untyped_storage()._cdata not in of_parameters:
                 yield tensor
 
-    parts: dict[Part, Callable[[], Iterable[Tensor]]] = {}
+    parts: dict[OffloadPart, Callable[[], Iterable[Tensor]]] = {}
     if config.parameters:
         parts["parameters"] = parameters
         parts["gradients"] = lambda: (buffer.grad_data for buffer in buffers)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,15 +29,6 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from treadle.policy.config.policy import PolicyConfig
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Applied:
-    """The effect of one gradient."""
-
-    grad_norm: float
-    """Before clipping, of the whole model."""
-    skipped: bool
 
 
 class PolicyOptimizer:
@@ -95,8 +85,12 @@ class PolicyOptimizer:
             state["step"] = torch.tensor(float(steps))
 
     @torch.no_grad()
-    def apply(self, lr: float) -> Applied:
-        """Clip the gradient that backward left behind, and update the parameters with it."""
+    def apply(self, lr: float) -> tuple[float, bool]:
+        """Updates the parameters with the gradient that backward left behind, clipped.
+
+        Returns:
+            The norm of the whole model's gradient before clipping, and whether it was applied.
+        """
         for group in self._groups():
             group["lr"] = lr
             group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
@@ -104,13 +98,13 @@ class PolicyOptimizer:
         overflowed = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         if overflowed or not math.isfinite(norm):
-            return Applied(grad_norm=norm, skipped=True)
+            return norm, False
         for part in self.parts:
             clip_grad_by_total_norm_fp32(
                 part.get_parameters(), max_norm=self._settings.grad_clip, total_norm=norm
             )
         optimizer.step_with_ready_grads()
-        return Applied(grad_norm=norm, skipped=False)
+        return norm, True
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields what Adam updates and its moments; some may be views of the model's parameters.

@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from treadle.policy.config.policy import ParallelConfig
 
 
+_STORES: Any = dist  # torch does not declare them
+
+
 def _store(place: Rendezvous) -> Any:
     """Returns the key-value store that torch's process group starts from."""
     if place.world_size == 1:
-        return dist.HashStore()  # type: ignore[attr-defined]  # torch does not declare it
+        return _STORES.HashStore()
     if place.shared_file is not None:
-        return dist.FileStore(  # type: ignore[attr-defined]  # torch does not declare it
-            str(place.shared_file), place.world_size
-        )
-    return dist.TCPStore(  # type: ignore[attr-defined]  # torch does not declare it
+        return _STORES.FileStore(str(place.shared_file), place.world_size)
+    return _STORES.TCPStore(
         place.master_addr,
         place.master_port,
         place.world_size,
@@ -50,7 +51,6 @@ class Split:
     """How the ranks of a pipeline stage share one matrix.
 
     Attributes:
-        rank: Which of them this rank has.
         group: The ranks with the other parts; None if the matrix is whole.
         copy: Which of the copies of its part, over context and data ranks, this rank has.
     """

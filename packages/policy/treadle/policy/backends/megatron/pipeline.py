@@ -59,7 +59,6 @@ def run(
         net: From `wrap`; without a gradient also a model as it is.
         micro_batches: This data-parallel rank's share; may be empty.
         loss: Makes the weighted loss of a micro-batch and the last stage's hidden states.
-        forward_only: Whether to leave out the gradient.
     """
     if not micro_batches:  # the schedules need one
         return

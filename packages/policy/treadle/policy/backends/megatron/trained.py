@@ -11,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backend import CheckpointError
-from treadle.policy.backends.megatron import checkpoint, pipeline, weights
+from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.client.types import OptimizerStats
 from treadle.policy.rank.rank_time import spent_on
@@ -22,6 +24,7 @@ from treadle.policy.rank.rank_time import spent_on
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
+    from treadle.agent_loop import FloatArray
     from treadle.policy.backends.megatron.model import PolicyModel
     from treadle.policy.backends.megatron.offload import Offload
     from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
@@ -31,11 +34,7 @@ if TYPE_CHECKING:
 
 
 class TrainedModel:
-    """See the module. A class that derives from it sets the attributes.
-
-    Attributes:
-        world: This rank's place among the ranks that share the model.
-    """
+    """See the module. A class that derives from it sets the attributes."""
 
     world: World
     _model: PolicyModel
@@ -59,6 +58,31 @@ class TrainedModel:
         """Returns what `policy.offload` has moved since the last report."""
         return self._offload.take_report()
 
+    def evaluate(
+        self,
+        net: torch.nn.Module,
+        micro_batches: MicroBatches,
+        compute: Callable[[MicroBatch, Tensor], Tensor],
+    ) -> list[FloatArray]:
+        """Returns what is computed for the loss tokens of a batch, [L] of each sequence.
+
+        Args:
+            net: What the pipeline runs, without a gradient.
+            compute: Makes the [T] values of a micro-batch and the last stage's hidden states.
+        """
+        packer = micro_batches.packer
+        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
+
+        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
+            values_T = compute(micro, hidden)
+            if self.world.speaks:
+                values_M[micro.slots_T] = values_T
+            return values_T.sum()
+
+        pipeline.run(net, micro_batches, collect, forward_only=True)
+        dist.all_reduce(values_M)
+        return packer.unpack(values_M.cpu().numpy())
+
     def accumulate(
         self, micro_batches: MicroBatches, loss: Callable[[MicroBatch, Tensor], Tensor]
     ) -> None:
@@ -80,14 +104,11 @@ class TrainedModel:
         lr = self._settings.learning_rate(self._step)
         self._offload.restore("optimizer")
         with spent_on("optimizer"):
-            applied = self._optimizer.apply(lr)
+            norm, applied = self._optimizer.apply(lr)
         self._offload.release("optimizer")
         self._step += 1
         return OptimizerStats(
-            step=self._step,
-            grad_norm=applied.grad_norm,
-            skipped=applied.skipped,
-            learning_rate=lr,
+            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=lr
         )
 
     def weights_are_finite(self) -> bool:

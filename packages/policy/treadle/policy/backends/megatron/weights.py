@@ -34,48 +34,28 @@ if TYPE_CHECKING:
     from treadle.policy.client.types import ElementType
 
 
-class Layout(Protocol):
-    """How one parameter is assembled and cut."""
+class Layout:
+    """How one parameter is assembled and cut; this one is whole on every rank, as norms are."""
 
     @property
     def replicated(self) -> bool:
         """Whether every tensor-parallel rank has the whole tensor."""
-        ...
+        return type(self) is Layout
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         """Returns the whole Megatron tensor, without vocabulary padding."""
-        ...
-
-    def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
-        """Returns the Hugging Face tensors: the inverse of `merge`."""
-        ...
-
-    def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
-        """Returns the part of one tensor-parallel rank, of the given shape."""
-        ...
-
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """Returns the whole tensor: the inverse of `shard` over all ranks."""
-        ...
-
-
-class _Same:
-    """One tensor, whole on every rank: norms."""
-
-    @property
-    def replicated(self) -> bool:
-        return type(self) is _Same
-
-    def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
         return parts[0]
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
+        """Returns the Hugging Face tensors: the inverse of `merge`."""
         return [whole]
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
+        """Returns the part of one tensor-parallel rank, of the given shape."""
         return whole
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """Returns the whole tensor: the inverse of `shard` over all ranks."""
         return shards[0]
 
 
@@ -84,7 +64,7 @@ def _cat(shards: Sequence[Tensor], dim: int) -> Tensor:
     return shards[0] if len(shards) == 1 else torch.cat(list(shards), dim)
 
 
-class _OutputRows(_Same):
+class _OutputRows(Layout):
     """One tensor cut along its output dimension: B of a column-parallel layer's adapter."""
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
@@ -94,7 +74,7 @@ class _OutputRows(_Same):
         return _cat(shards, 0)
 
 
-class _InputColumns(_Same):
+class _InputColumns(Layout):
     """One tensor cut along its input dimension: projections back to the hidden size."""
 
     def shard(self, whole: Tensor, ranks: int, rank: int, shape: torch.Size) -> Tensor:
@@ -117,7 +97,7 @@ class _Qkv(_OutputRows):
         return [x.flatten(0, 1) for x in torch.split(heads, sizes, 1)]
 
 
-class _GateAndUp(_Same):
+class _GateAndUp(Layout):
     """[gate rows, up rows] on every rank; the whole is [2, rows, columns]."""
 
     def merge(self, parts: Sequence[Tensor], model: Architecture) -> Tensor:
@@ -154,7 +134,7 @@ class _FusedGateAndUp(_GateAndUp):
         return [whole.flatten(0, 1)]
 
 
-class _Vocabulary(_Same):
+class _Vocabulary(Layout):
     """Rows of ids, padded with zeros at the end, cut into equal runs."""
 
     def split(self, whole: Tensor, model: Architecture) -> list[Tensor]:
@@ -170,7 +150,7 @@ class _Vocabulary(_Same):
         return _cat(shards, 0)
 
 
-_SAME, _COLUMNS, _ROWS, _VOCAB = _Same(), _InputColumns(), _OutputRows(), _Vocabulary()
+_SAME, _COLUMNS, _ROWS, _VOCAB = Layout(), _InputColumns(), _OutputRows(), _Vocabulary()
 _QKV, _FUSED_QKV, _GATED, _FUSED_GATED = _Qkv(), _FusedQkv(), _GateAndUp(), _FusedGateAndUp()
 
 _FUSED: Final[dict[str, Layout]] = {"qkv_proj": _FUSED_QKV, "gate_up_proj": _FUSED_GATED}
@@ -216,7 +196,7 @@ _ADAPTER_NAME: Final = re.compile(r"decoder\.layers\.(\d+)\.(\w+)\.\w+\.lora\.([
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class WeightEntry:
     """One Megatron parameter of this rank and the tensors it is made of.
 
     Attributes:
@@ -233,7 +213,7 @@ class Entry:
     delta: Callable[[], Tensor] | None = None
 
 
-def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
+def entries(model: PolicyModel, architecture: Architecture) -> Iterator[WeightEntry]:
     """Yields every weight of this rank's pipeline stage, in model order, without adapters."""
     offset, layer_map = _first_layer(model), _layer_map(architecture.blocks)
     for name, parameter in model.named_parameters():
@@ -242,7 +222,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
         if name.startswith(_TOWER):
             place = NAMING[architecture.model_type].tower
             hf_name = place + name.removeprefix(_TOWER)
-            yield Entry(parameter=parameter, layout=_SAME, hf_names=(hf_name,))
+            yield WeightEntry(parameter=parameter, layout=_SAME, hf_names=(hf_name,))
             continue
         match, expert = _LAYER_NAME.fullmatch(name), None
         if match:
@@ -259,7 +239,7 @@ def entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
             layout, hf_names = _WHOLE_MODEL[name]
         copied = name == "output_layer.weight" and architecture.tied
         hf_names = (_EMBEDDING,) if copied else hf_names
-        yield Entry(
+        yield WeightEntry(
             parameter=parameter,
             layout=layout,
             hf_names=tuple(_published(hf_name, architecture) for hf_name in hf_names),
@@ -283,7 +263,7 @@ def adapter_place(architecture: Architecture) -> str:
     return f"base_model.model.{inner}"
 
 
-def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[Entry]:
+def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[WeightEntry]:
     """Yields every parameter of this stage's adapters, under the names of PEFT."""
     offset, place = _first_layer(model), adapter_place(architecture)
     for name, parameter in model.named_parameters():
@@ -293,7 +273,7 @@ def adapter_entries(model: PolicyModel, architecture: Architecture) -> Iterator[
             layer, part, letter, matrix = match.groups()
             block = "self_attn" if part == "self_attention" else "mlp"
             split = _COLUMNS if letter == "A" else _FUSED.get(matrix, _ROWS)
-            yield Entry(
+            yield WeightEntry(
                 parameter=parameter,
                 layout=split if parameter.tensor_model_parallel else _SAME,
                 hf_names=(f"{place}.{int(layer) + offset}.{block}.{matrix}.lora_{letter}.weight",),
@@ -321,7 +301,7 @@ class TensorsByName(Protocol):
 
 
 def load(
-    entries: Iterable[Entry], weights: TensorsByName, architecture: Architecture, w: World
+    entries: Iterable[WeightEntry], weights: TensorsByName, architecture: Architecture, w: World
 ) -> None:
     """Fills the parameters of this rank.
 
@@ -353,7 +333,7 @@ def are_finite(model: torch.nn.Module) -> bool:
 
 
 def export(
-    entries: Iterable[Entry], architecture: Architecture, world: World, *, dtype: torch.dtype
+    entries: Iterable[WeightEntry], architecture: Architecture, world: World, *, dtype: torch.dtype
 ) -> Iterator[NamedTensor]:
     """Yields the tensors of this rank's stage, whole, under their Hugging Face names.
 
@@ -376,7 +356,7 @@ def export(
 
 
 def _names(
-    entry: Entry, architecture: Architecture, world: World
+    entry: WeightEntry, architecture: Architecture, world: World
 ) -> list[tuple[tuple[str, ...], bool]]:
     """Returns the names that this rank's export gives a parameter, and whether it sends them.
 
@@ -404,7 +384,7 @@ def _gather(local: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 
 def specs(
-    entries: Iterable[Entry],
+    entries: Iterable[WeightEntry],
     architecture: Architecture,
     world: World,
     *,
@@ -424,7 +404,7 @@ def specs(
     return tuple(itertools.chain.from_iterable(gathered))
 
 
-def _shapes(entry: Entry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
+def _shapes(entry: WeightEntry, architecture: Architecture, world: World) -> list[tuple[int, ...]]:
     """Returns the shapes of the whole tensors, by running the layout on tensors without data."""
     local = torch.empty(entry.parameter.shape, device="meta")
     expert = entry.expert is not None

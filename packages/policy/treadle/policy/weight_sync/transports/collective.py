@@ -100,12 +100,7 @@ class CollectivePublisher:
     async def publish(
         self, update_round: UpdateRound, transport: CollectiveTransportConfig
     ) -> None:
-        """Leaves in `update_round.live` the servers that sample from the version.
-
-        Raises:
-            WeightSyncError: Trainer and servers are incompatible.
-            PolicyError: A policy rank failed.
-        """
+        """Leaves in `update_round.live` the servers that sample from the version."""
         for attempt in range(update_round.config.max_push_attempts):
             update_round.update_id = uuid.uuid4().hex
             cause = await self._attempt(update_round, transport)
@@ -304,7 +299,7 @@ class CollectiveSender:
 
         group = CollectiveGroup(
             name=request.group_name,
-            backend=request.backend,  # type: ignore[arg-type]
+            backend=request.backend,
             rendezvous=request.rendezvous,
             world_size=request.world_size,
             num_senders=num_senders,

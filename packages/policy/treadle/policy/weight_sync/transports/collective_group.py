@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -49,7 +49,7 @@ class CollectiveGroup:
     """
 
     name: str
-    backend: Literal["gloo", "nccl"]
+    backend: str
     rendezvous: str
     world_size: int
     num_senders: int
@@ -57,11 +57,7 @@ class CollectiveGroup:
 
 
 class GroupLost(Exception):
-    """The group cannot continue; the message says why.
-
-    Attributes:
-        missing: Ranks that did not join.
-    """
+    """The group cannot continue; the message says why."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -94,7 +90,6 @@ class Membership:
     """One sender's membership in a group, from `join` to `leave`.
 
     Args:
-        rank: This sender's rank in the group.
         device: Where "nccl" reads the bytes; "gloo" reads them from host memory.
         store: The store, if this process serves it.
 
@@ -155,9 +150,6 @@ class Membership:
 
     def wait(self, work: Any, failing: str = "the workers did not receive a bucket") -> None:
         """Waits until the memory of a broadcast may be written again.
-
-        Args:
-            failing: The error message if it is not done in time.
 
         Raises:
             GroupLost: It took too long, or a member failed.
@@ -269,11 +261,7 @@ class Membership:
 
 
 class _WatchedStore(_DIST.Store):  # type: ignore[misc]
-    """A store for gloo whose waits end when the group does.
-
-    Args:
-        check: Raises if the group has ended.
-    """
+    """A store for gloo whose waits end when the group does."""
 
     def __init__(self, store: Any, check: Callable[[], None]) -> None:
         super().__init__()

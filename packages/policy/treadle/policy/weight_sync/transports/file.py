@@ -42,12 +42,7 @@ async def publish_files(update_round: UpdateRound, directory: Path) -> None:
     """Leaves in `update_round.live` the servers that sample from the version.
 
     Args:
-        update_round: The version and the servers.
         directory: Where the files go; the servers can read below it.
-
-    Raises:
-        WeightSyncError: Trainer and servers are incompatible.
-        PolicyError: A policy rank failed.
     """
     attempts = update_round.config.max_push_attempts
     done: dict[str, WeightSyncClient] = {}
@@ -67,10 +62,6 @@ async def send_files(update_round: UpdateRound, directory: Path, *, last: bool =
 
     Servers that could not read the files go to `update_round.to_retry`; on the `last` attempt they
     fail.
-
-    Raises:
-        WeightSyncError: Trainer and servers are incompatible.
-        PolicyError: A policy rank failed.
     """
     delta = update_round.delta
     folder = directory / update_round.update_id
@@ -96,11 +87,7 @@ async def send_files(update_round: UpdateRound, directory: Path, *, last: bool =
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileEntry:
-    """One tensor in a file's header.
-
-    Attributes:
-        dtype: safetensors' name of the element type.
-    """
+    """One tensor in a file's header."""
 
     name: str
     dtype: str
@@ -144,8 +131,6 @@ def write_file(
     """Writes a rank's file; none if the rank has no entries.
 
     Args:
-        request: Says where, and of which version.
-        entries: All tensors of the file.
         parts: Their names and bytes, in the same order; run to the end.
 
     Raises:

@@ -43,23 +43,13 @@ _log = logging.getLogger(__name__)
 
 
 async def publish_inline(update_round: UpdateRound, transport: InlineTransportConfig) -> None:
-    """Leaves in `update_round.live` the servers that sample from the version.
-
-    Raises:
-        WeightSyncError: Trainer and servers are incompatible.
-        PolicyError: A policy rank failed.
-    """
+    """Leaves in `update_round.live` the servers that sample from the version."""
     await push_all(update_round, transport)
     await update_round.commit()
 
 
 async def push_all(update_round: UpdateRound, transport: InlineTransportConfig) -> None:
-    """Leaves in `update_round.live` the servers that hold every byte.
-
-    Raises:
-        WeightSyncError: Trainer and servers are incompatible.
-        PolicyError: A policy rank failed.
-    """
+    """Leaves in `update_round.live` the servers that hold every byte."""
     chunk_bytes = transport.chunk_bytes
     attempts = update_round.config.max_push_attempts
     wanted = update_round.sizes
@@ -186,13 +176,7 @@ class _Stream:
             self._queue.close()
 
     def send(self, index: int, offset: int, part: memoryview, message: bytes) -> None:
-        """Sends the bytes of a chunk that the server does not hold yet.
-
-        Args:
-            index: Of the tensor in the announcement.
-            offset: Of the chunk's first byte in the tensor.
-            message: The whole chunk as a message.
-        """
+        """Sends the bytes of a chunk that the server does not hold yet."""
         held = self.target.received_bytes[index]
         if held >= offset + len(part):
             return
@@ -216,8 +200,6 @@ def chunk_message(index: int, offset: int, part: memoryview) -> bytes:
     and length of `data`, then the data make up a `WeightChunk`.
 
     Args:
-        index: Of the tensor in the announcement.
-        offset: Of the first byte in the tensor.
         part: Holds at least one byte.
     """
     scalars = pb.WeightChunk(tensor_index=index, offset=offset, crc32=zlib.crc32(part))

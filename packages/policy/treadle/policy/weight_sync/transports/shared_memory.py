@@ -62,12 +62,7 @@ _log = logging.getLogger(__name__)
 async def publish_shared_memory(
     update_round: UpdateRound, transport: SharedMemoryTransportConfig
 ) -> None:
-    """Leaves in `update_round.live` the servers that sample from the version.
-
-    Raises:
-        WeightSyncError: Trainer and servers are incompatible, for example on different hosts.
-        PolicyError: A policy rank failed.
-    """
+    """Leaves in `update_round.live` the servers that sample from the version."""
     waiting = dict(update_round.live)
     done: dict[str, WeightSyncClient] = {}
     for attempt in range(update_round.config.max_push_attempts):
@@ -217,7 +212,7 @@ class _Stream:
         try:
             security = self._security.read()
             with security.open_blocking(self.target.address) as channel:
-                stub = pb_grpc.WeightSyncServiceStub(channel)  # type: ignore[no-untyped-call]
+                stub = pb_grpc.WeightSyncServiceStub(channel)
                 responses = stub.PushBuckets(
                     self._queue, timeout=self._deadline_s, metadata=security.metadata
                 )

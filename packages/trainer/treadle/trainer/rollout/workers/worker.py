@@ -23,7 +23,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
@@ -391,7 +391,10 @@ class _ToDriver(logging.Handler):
 
 class _Servicer(pb_grpc.LoopWorkerServiceServicer):
     def __init__(self, stream: ProgramEnd) -> None:
-        self.Work = stream.serve  # type: ignore[method-assign]
+        self._stream = stream
+
+    def Work(self, requests: Iterable[pb.WorkRequest], context: object) -> Iterator[object]:
+        return self._stream.serve(requests, context)
 
 
 async def _serve(program: DrivenProgram, *, beat_s: float) -> bool:

@@ -169,7 +169,7 @@ async def start_worker(
             worker.stream = DriverEnd(
                 access,
                 address,
-                lambda channel: LoopWorkerServiceStub(channel).Work,  # type: ignore[no-untyped-call]
+                lambda channel: LoopWorkerServiceStub(channel).Work,
                 split=attrgetter("events"),
                 join=lambda commands: pb.WorkRequest(commands=commands),
                 on_message=take,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backends.megatron.prefixes.attention import Above, TreeSegments, groups_of
-from treadle.policy.backends.megatron.prefixes.tree import Run
+from treadle.policy.backends.megatron.prefixes.tree import RowRun
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -43,7 +43,7 @@ class ContextSegments(TreeSegments):
     @classmethod
     def of_runs(
         cls,
-        runs: Sequence[Run],
+        runs: Sequence[RowRun],
         rows: Sequence[Sequence[range]],
         group: ProcessGroup,
         at: torch.device,
@@ -51,7 +51,7 @@ class ContextSegments(TreeSegments):
         """Returns the attention of this rank.
 
         Args:
-            rows: Of each rank, from `rows_of_ranks`.
+            rows: Rows of each rank, from `rows_of_ranks`.
         """
         mine = rows[group.rank()]
         order = torch.tensor(list(chain.from_iterable(chain.from_iterable(rows))), device=at)
@@ -82,7 +82,7 @@ class ContextSegments(TreeSegments):
         return mine
 
 
-def own_runs(runs: Sequence[Run], mine: Sequence[range]) -> Iterator[Run]:
+def own_runs(runs: Sequence[RowRun], mine: Sequence[range]) -> Iterator[RowRun]:
     """Yields the parts of runs that are a rank's, as its own rows count them."""
     first = 0
     for rows in mine:
@@ -90,11 +90,11 @@ def own_runs(runs: Sequence[Run], mine: Sequence[range]) -> Iterator[Run]:
             start, stop = max(run.start, rows.start), min(run.stop, rows.stop)
             if start < stop:
                 start, stop = start - rows.start + first, stop - rows.start + first
-                yield Run(start, stop, stop)
+                yield RowRun(start, stop, stop)
         first += len(rows)
 
 
-def runs_above(runs: Sequence[Run], mine: Sequence[range]) -> Iterator[Above]:
+def runs_above(runs: Sequence[RowRun], mine: Sequence[range]) -> Iterator[Above]:
     """Yields what a rank's rows see whole: queries counted among its rows, keys among all.
 
     A run is cut where a range of the rank begins: from there to the next cut, the rank's rows that

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from treadle.policy.backends.megatron.attention import Scores
+from treadle.policy.backends.megatron.attention import ScoreRule
 from treadle.policy.backends.megatron.context.attention import ContextSegments
 from treadle.policy.backends.megatron.context.rows import row_multiple, rows_of_ranks
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
-from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of, runs_of
+from treadle.policy.backends.megatron.prefixes.tree import runs_of
+from treadle.policy.client.prefixes import in_order, overlaps_of
 
-SCORES = Scores(scale=0.5)
+SCORES = ScoreRule(scale=0.5)
 trees = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=30).map(tuple), min_size=1, max_size=6
 )

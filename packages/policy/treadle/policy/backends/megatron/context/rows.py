@@ -28,7 +28,7 @@ def row_multiple(ranks: int, of_rank: int = 1) -> int:
     """Returns what the rows of a micro-batch must be a multiple of.
 
     Args:
-        of_rank: What the rows of each of them must be a multiple of.
+        of_rank: Number that the rows of each rank must be a multiple of.
     """
     return of_rank if ranks == 1 else ranks * math.lcm(BLOCKS_PER_RANK, of_rank)
 
@@ -37,7 +37,7 @@ def rows_of_ranks(positions: Sequence[int], ranks: int) -> list[list[range]]:
     """Returns the rows of each rank as ascending ranges with gaps between them.
 
     Args:
-        positions: Of all rows in their sequences; a multiple of `row_multiple` in number.
+        positions: Positions of all rows in their sequences; a multiple of `row_multiple` in number.
     """
     count = ranks * BLOCKS_PER_RANK
     size, rest = divmod(len(positions), count)

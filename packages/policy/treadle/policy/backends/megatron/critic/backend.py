@@ -29,7 +29,7 @@ from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
 from treadle.policy.backends.megatron.offload import offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
-from treadle.policy.backends.megatron.packing import MicroBatch, Packer
+from treadle.policy.backends.megatron.packing import MicroBatch
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.batch import input_length, token_weights
 from treadle.policy.client.types import LossAggregation, LossStats, StepStats
@@ -54,8 +54,7 @@ class MegatronCritic(TrainedModel):
         """Loads the decoder's weights; the value head begins at 0.
 
         Args:
-            policy: Of this rank; it plans the micro-batches.
-            config: The critic's optimizer and loss.
+            policy: This rank's policy, which plans the micro-batches.
             like: The policy's settings, of which it takes layout, precision and memory.
 
         Raises:
@@ -87,20 +86,10 @@ class MegatronCritic(TrainedModel):
             One [L] array per sequence, the same on every rank.
         """
         self._offload.restore("parameters")
-        packer = self._packer(sequences, [0.0] * len(sequences))
-        values_M = torch.zeros(packer.num_loss_tokens, device=device.device())
-
-        def collect(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            values_T = self._values(micro, hidden)
-            if self.world.speaks:
-                values_M[micro.slots_T] = values_T
-            return values_T.sum()
-
+        packer = self._policy.packer(sequences, [0.0] * len(sequences))
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
         micro_batches = self._policy.micro_batches(packer, sequences, computed)
-        pipeline.run(self._net, micro_batches, collect, forward_only=True)
-        dist.all_reduce(values_M)
-        return packer.unpack(values_M.cpu().numpy())
+        return self.evaluate(self._net, micro_batches, self._values)
 
     def train_step(
         self,
@@ -115,7 +104,8 @@ class MegatronCritic(TrainedModel):
             ValueError: No sequence has a loss token, or one has no values or no returns.
         """
         began = time.perf_counter()
-        packer = self._packer(sequences, token_weights(sequences, aggregation, aggregation_length))
+        of_tokens = token_weights(sequences, aggregation, aggregation_length)
+        packer = self._policy.packer(sequences, of_tokens)
         old_M = _at_slots(sequences, "values")
         returns_M = _at_slots(sequences, "returns")
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
@@ -158,16 +148,6 @@ class MegatronCritic(TrainedModel):
             },
         )
         return step_stats(stats, applied, time_s=time.perf_counter() - began)
-
-    def _packer(self, sequences: Sequence[TrainSequence], of_tokens: Sequence[float]) -> Packer:
-        return Packer(
-            sequences,
-            of_tokens,
-            at=device.device(),
-            row_multiple=self._policy.row_multiple,
-            context=self.world.context_group,
-            images=self._policy.images,
-        )
 
     def _values(self, micro: MicroBatch, hidden_P1H: Tensor) -> Tensor:
         values_K = self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))

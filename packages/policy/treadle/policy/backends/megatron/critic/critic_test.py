@@ -19,7 +19,7 @@ from treadle.policy.rank.train_batch import run_critic_update
 from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.tiny import sequences, write_model
 
-# See parallel_test: with eps = 1 parameters compare as gradients do.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 LINEAR = CriticOptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
 CRITIC = CriticConfig(optimizer=LINEAR, clip_value=0.2)
 LENGTHS = (18, 41, 9, 64, 33)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from treadle.policy.config.policy import PolicyConfig
 
 
-class ExpertLayer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
+class ExpertLayer(TransformerLayer):
     """A layer whose router is told of the rows before each of its computations.
 
     Megatron computes a layer, or its feed-forward part, once more in the backward pass, when the

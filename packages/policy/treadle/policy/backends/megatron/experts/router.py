@@ -50,11 +50,11 @@ from megatron.core.transformer.moe.moe_utils import (  # noqa: E402
 from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
-class ExpertRouter(TopKRouter):  # type: ignore[misc]  # megatron is untyped
+class ExpertRouter(TopKRouter):
     """The router of one layer.
 
     Attributes:
-        told: What it knows of the rows that it gets next; the layer sets it.
+        told: The rows that come next; the layer sets it.
         load_2E: Per expert, since it was last set to 0 and only where there is a gradient: how many
             times it was chosen, and the sum of its scores. float64.
         replay_2: Likewise, the rows that were replayed, and how many of their experts it would not

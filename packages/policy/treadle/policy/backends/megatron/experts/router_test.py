@@ -107,7 +107,7 @@ def test_a_step_with_the_balancing_loss_is_that_of_torch(
     for micro in micro_batches:
         layers = [torch.cat(layer) for layer in zip(*micro, strict=True)]
         loss = loss + COEF * sum(balance(layers, 2)) * len(layers[0]) / total
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
     assert stats.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert stats.metrics["moe/load_balance_loss"] == pytest.approx(float(sum(whole)) / 2, abs=1e-5)

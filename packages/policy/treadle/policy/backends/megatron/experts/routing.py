@@ -65,7 +65,7 @@ def replayed_indices(
     """Returns the experts of packed rows, [P, L, K] of int16; -1 where none are known.
 
     Args:
-        rows: What is known of each sequence, and the positions of the rows that it brings.
+        rows: Known experts of each sequence, and the positions of the rows that it brings.
         padding: Number of rows at the end that belong to no sequence.
 
     Returns:

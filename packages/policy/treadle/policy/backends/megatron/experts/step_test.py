@@ -25,7 +25,7 @@ from treadle.policy.config.policy import (
 from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.tiny import forked_sequences, sequences, write_model
 
-# See parallel_test: with eps = 1 parameters compare as gradients do.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 CONFIG = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0),
     micro_batch_tokens=80,

@@ -166,15 +166,10 @@ def collect(
     *,
     base: Path,
 ) -> CollectedAdapter:
-    """Brings the adapter to rank 0, which has room for it; collective.
-
-    Args:
-        config: Rank, alpha and targets; the type of the tensors.
-        base: The model that the adapter is for.
-    """
+    """Brings the adapter to rank 0, which has room for it; collective."""
     dtype: torch.dtype = getattr(torch, config.dtype)
 
-    def entries() -> Iterator[weights.Entry]:
+    def entries() -> Iterator[weights.WeightEntry]:
         return weights.adapter_entries(model, architecture)
 
     everything = checkpoint.collect(

@@ -26,7 +26,7 @@ from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.tiny import sequences, write_model
 
 LOSS = policy_loss(AlgorithmConfig())
-# With eps = 1 parameters compare as gradients do: see parallel_test.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
 RANK, ALPHA = 4, 6.0
 SOME = ("v_proj", "up_proj", "down_proj")  # fused layers of which only a part is adapted
@@ -122,7 +122,7 @@ def test_a_step_from_an_adapter_is_that_of_torch(
         ratio, mask = (values - values.detach()).exp(), torch.tensor(s.loss_mask[1:])
         assert isinstance(s.advantages, float)
         loss = loss - (ratio * s.advantages * mask).sum() / total
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     norm = torch.cat([t.grad.flatten() for t in adapter.values() if t.grad is not None]).norm()
 
     settings = config(lora=lora(path=place, targets=targets), recompute="full")

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -55,7 +55,6 @@ class AdapterSpec:
 
     Attributes:
         outputs: Rows of each matrix that is fused in the layer, in order, over all ranks.
-        targets: The matrices with an adapter.
         blocks: Number of equal blocks, over all ranks, in which the rows of the matrices alternate
             (queries, keys and values: one per key-value head); None: one per rank.
     """
@@ -104,7 +103,7 @@ class Adapters(torch.nn.Module):
         """Creates the parameters.
 
         Args:
-            weight: Of the layer on this rank, for inputs, type and device.
+            weight: The layer's weight on this rank, for inputs, type and device.
             split: "A" if the ranks share the columns of A, "B" if they share the rows of B.
             sequence_parallel: Whether each rank computes its rows of the sequence only.
         """
@@ -169,92 +168,89 @@ class Adapters(torch.nn.Module):
         return torch.cat(blocks, -1).flatten(-2)
 
 
-class AdaptedColumns(ColumnParallelLinear):  # type: ignore[misc]  # megatron is untyped
-    """A column-parallel layer with adapters."""
+class _Adapted:
+    """What a parallel layer with adapters adds to Megatron's, its next base."""
+
+    _SPLIT: ClassVar[str]
+    """Which of A and B the ranks share."""
+    _SPLIT_DIMS: ClassVar[Mapping[str, int]]
+    """Along which dimension they share the layer's own parameters."""
 
     def __init__(self, *args: Any, adapters: AdapterSpec, **kwargs: Any) -> None:
         """Called by Megatron; `adapters` is from the layer spec."""
         super().__init__(*args, **kwargs)
+        layer: Any = self
         self.lora = Adapters(
             adapters,
-            self.weight,
-            split="B",
-            ranks=self.tp_group.size(),
-            sequence_parallel=self.sequence_parallel,
+            layer.weight,
+            split=self._SPLIT,
+            ranks=layer.tp_group.size(),
+            sequence_parallel=layer.sequence_parallel,
         )
 
     def forward(self, x_P1I: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Returns this rank's columns of the output, and the bias if Megatron adds it itself."""
-        output, bias = super().forward(x_P1I, *args, **kwargs)
+        """Returns Megatron's output with that of the adapters, and the bias if Megatron adds it."""
+        megatron: Any = super()
+        output, bias = megatron.forward(x_P1I, *args, **kwargs)
         if not self.lora.on:
             return output, bias
-        u_P1R = self.lora.project(x_P1I)
-        if self.sequence_parallel:
-            u_P1R = gather_from_sequence_parallel_region(u_P1R, group=self.tp_group)
-        else:
-            u_P1R = copy_to_tensor_model_parallel_region(u_P1R, group=self.tp_group)
+        u_P1R = self._exchange(self.lora.project(x_P1I))
         return output + self.lora.expand(u_P1R), bias
+
+    def _exchange(self, u_P1R: Tensor) -> Tensor:
+        """Returns A x of all rows that this rank's rows of B, or all of B, are for."""
+        raise NotImplementedError
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
         """As Megatron's, with the adapters."""
-        return _sharded(self, {"weight": 0, "bias": 0}, prefix, sharded_offsets, metadata)
+        layer: Any = self
+        adapters = {f"lora.{name}": dim for name, dim in self.lora.split_dims.items()}
+        sharded = make_sharded_tensors_for_checkpoint(
+            layer.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {**self._SPLIT_DIMS, **adapters},
+            sharded_offsets,
+            tp_group=layer.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+        # Each rank has some of its gate's rows and some of its up's, as it has of the weight.
+        if (name := f"{prefix}lora.B_gate_up_proj") in sharded:
+            sharded[name] = apply_swiglu_sharded_factory(sharded[name], sharded_offsets)
+        return sharded
 
 
-class AdaptedRows(RowParallelLinear):  # type: ignore[misc]  # megatron is untyped
+class AdaptedColumns(_Adapted, ColumnParallelLinear):
+    """A column-parallel layer with adapters."""
+
+    _SPLIT: ClassVar[str] = "B"
+    _SPLIT_DIMS: ClassVar[Mapping[str, int]] = {"weight": 0, "bias": 0}
+
+    def _exchange(self, u_P1R: Tensor) -> Tensor:
+        exchange = (
+            gather_from_sequence_parallel_region
+            if self.sequence_parallel
+            else copy_to_tensor_model_parallel_region
+        )
+        u_P1R = exchange(u_P1R, group=self.tp_group)
+        return u_P1R
+
+
+class AdaptedRows(_Adapted, RowParallelLinear):
     """A row-parallel layer with adapters."""
 
-    def __init__(self, *args: Any, adapters: AdapterSpec, **kwargs: Any) -> None:
-        """Called by Megatron; `adapters` is from the layer spec."""
-        super().__init__(*args, **kwargs)
-        self.lora = Adapters(
-            adapters,
-            self.weight,
-            split="A",
-            ranks=self.tp_group.size(),
-            sequence_parallel=self.sequence_parallel,
+    _SPLIT: ClassVar[str] = "A"
+    _SPLIT_DIMS: ClassVar[Mapping[str, int]] = {"weight": 1}
+
+    def _exchange(self, u_P1R: Tensor) -> Tensor:
+        exchange = (
+            reduce_scatter_to_sequence_parallel_region
+            if self.sequence_parallel
+            else reduce_from_tensor_model_parallel_region
         )
-
-    def forward(self, x_P1I: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Returns the output summed over the ranks, and the bias if Megatron adds it itself."""
-        output, bias = super().forward(x_P1I)
-        if not self.lora.on:
-            return output, bias
-        u_P1R = self.lora.project(x_P1I)
-        if self.sequence_parallel:
-            u_P1R = reduce_scatter_to_sequence_parallel_region(u_P1R, group=self.tp_group)
-        else:
-            u_P1R = reduce_from_tensor_model_parallel_region(u_P1R, group=self.tp_group)
-        return output + self.lora.expand(u_P1R), bias
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> Any:
-        """As Megatron's, with the adapters."""
-        return _sharded(self, {"weight": 1}, prefix, sharded_offsets, metadata)
-
-
-def _sharded(
-    linear: AdaptedColumns | AdaptedRows,
-    split_dims: Mapping[str, int],
-    prefix: str,
-    sharded_offsets: Any,
-    metadata: Any,
-) -> Any:
-    adapters = {f"lora.{name}": dim for name, dim in linear.lora.split_dims.items()}
-    sharded = make_sharded_tensors_for_checkpoint(
-        linear.state_dict(prefix="", keep_vars=True),
-        prefix,
-        {**split_dims, **adapters},
-        sharded_offsets,
-        tp_group=linear.tp_group,
-        dp_cp_group=metadata["dp_cp_group"],
-    )
-    # Each rank has some of its gate's rows and some of its up's, as it has of the weight.
-    if (name := f"{prefix}lora.B_gate_up_proj") in sharded:
-        sharded[name] = apply_swiglu_sharded_factory(sharded[name], sharded_offsets)
-    return sharded
+        u_P1R = exchange(u_P1R, group=self.tp_group)
+        return u_P1R
 
 
 def is_adapter(name: str) -> bool:
@@ -264,7 +260,7 @@ def is_adapter(name: str) -> bool:
 
 def adapters_of(module: torch.nn.Module) -> Adapters | None:
     """Returns the adapters of a layer that has some."""
-    return module.lora if isinstance(module, AdaptedColumns | AdaptedRows) else None
+    return module.lora if isinstance(module, _Adapted) else None
 
 
 def freeze_base(model: torch.nn.Module) -> None:

@@ -1,4 +1,5 @@
 """Common beginnings of a micro-batch's sequences, computed once.
 
-`tree.py` lays the sequences out, `plan.py` cuts a batch into micro-batches, `attention.py` attends.
+`client/prefixes.py` cuts a batch into micro-batches, `tree.py` lays one out, `attention.py`
+attends.
 """

@@ -26,8 +26,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from treadle.policy.backends.megatron.attention import Scores, Segments, end_of_group
-from treadle.policy.backends.megatron.prefixes.tree import Run, runs_of
+from treadle.policy.backends.megatron.attention import ScoreRule, Segments, end_of_group
+from treadle.policy.backends.megatron.prefixes.tree import RowRun, runs_of
 
 _QUERIES_AT_ONCE: Final = 1024
 """Queries whose scores exist at a time where there is no kernel."""
@@ -49,15 +49,10 @@ class RunGroup:
     padding: Tensor | None
     """The places that are padding."""
 
-    def spread(self, x_PAD: Tensor) -> Tensor:
-        """[P, A, D] -> [N, A, S, D]."""
+    def spread(self, x_PAD: Tensor, *, is_gradient: bool = False) -> Tensor:
+        """[P, A, D] -> [N, A, S, D]; a gradient is 0 in the padding."""
         taken = x_PAD.index_select(0, self.source_NS)
-        return taken.view(self.count, self.longest, *x_PAD.shape[1:]).transpose(1, 2)
-
-    def spread_gradient(self, x_PAD: Tensor) -> Tensor:
-        """The same, but zeros in the padding."""
-        taken = x_PAD.index_select(0, self.source_NS)
-        if self.padding is not None:
+        if is_gradient and self.padding is not None:
             taken.index_fill_(0, self.padding, 0.0)
         return taken.view(self.count, self.longest, *x_PAD.shape[1:]).transpose(1, 2)
 
@@ -102,7 +97,7 @@ class TreeSegments(Segments):
         )
 
     def attend(
-        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: Scores
+        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: ScoreRule
     ) -> Tensor:
         """Attends along the path of each row; returns [P, A * D], zeros in the padding.
 
@@ -126,7 +121,7 @@ class TreeSegments(Segments):
         raise NotImplementedError
 
 
-def groups_of(runs: Sequence[Run], at: torch.device) -> Iterator[RunGroup]:
+def groups_of(runs: Sequence[RowRun], at: torch.device) -> Iterator[RunGroup]:
     """Yields runs of similar length together, padded."""
     by_length = sorted(runs, key=lambda run: run.stop - run.start)  # stable: by row where equal
     lengths = [run.stop - run.start for run in by_length]
@@ -190,7 +185,7 @@ class _TreeAttention(torch.autograd.Function):
         grads = [torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value)]
         for group in tree.own:
             parts = _backward(
-                group.spread_gradient(grad),
+                group.spread(grad, is_gradient=True),
                 group.spread(query),
                 group.spread(key),
                 group.spread(value),

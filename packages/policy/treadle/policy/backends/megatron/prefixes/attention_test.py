@@ -3,10 +3,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.policy.backends.megatron.attention import Scores
+from treadle.policy.backends.megatron.attention import ScoreRule
 from treadle.policy.backends.megatron.prefixes import attention
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
-from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of, rows_of_paths
+from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths
+from treadle.policy.client.prefixes import in_order, overlaps_of
 
 trees = st.lists(
     st.lists(st.integers(0, 1), min_size=1, max_size=12).map(tuple), min_size=1, max_size=8
@@ -35,7 +36,7 @@ def test_a_row_attends_to_its_path(kernel: str, paths: list[tuple[int, ...]], pa
             patch.setattr(attention, "_forward", attention.plain_forward)
             patch.setattr(attention, "_backward", attention.plain_backward)
             patch.setattr(attention, "_QUERIES_AT_ONCE", 5)
-        got = tree.attend(query, key, value, Scores(scale=0.5))
+        got = tree.attend(query, key, value, ScoreRule(scale=0.5))
         upstream = torch.randn_like(got)
         got_grads = torch.autograd.grad(got, (query, key, value), upstream)
 
@@ -57,6 +58,6 @@ def test_padding_of_a_group_reaches_nothing_even_where_scores_are_huge() -> None
     assert any(group.padding is not None for group in tree.own)
     torch.manual_seed(0)
     query, key, value = ((torch.randn(72, 2, 8) * 100).requires_grad_() for _ in range(3))
-    out = tree.attend(query, key, value, Scores(scale=1.0))
+    out = tree.attend(query, key, value, ScoreRule(scale=1.0))
     grads = torch.autograd.grad(out.sum(), (query, key, value))
     assert all(bool(torch.isfinite(x).all()) for x in (out, *grads))

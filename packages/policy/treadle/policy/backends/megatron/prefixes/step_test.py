@@ -17,7 +17,7 @@ from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
 from treadle.policy.testing.tiny import forked_sequences, write_model
 
-# See parallel_test: with eps = 1 parameters compare as gradients do.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
 

@@ -1,14 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.policy.backends.megatron.prefixes.tree import (
-    MIN_SAVED_ROWS,
-    in_order,
-    overlaps_of,
-    rows_of_paths,
-    runs_of,
-    without_short_runs,
-)
+from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
+from treadle.policy.client.prefixes import MIN_SAVED_ROWS, in_order, overlaps_of, without_short_runs
 
 # Two ids make trees of many levels; repeating a stem makes their runs long.
 paths = st.lists(

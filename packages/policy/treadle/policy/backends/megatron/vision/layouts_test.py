@@ -21,7 +21,7 @@ from treadle.policy.testing.seeing import (
     write_seeing_model,
 )
 
-# See parallel_test: with eps = 1 parameters compare as gradients do.
+# With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 CONFIG = PolicyConfig(
     optimizer=OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0),
     micro_batch_tokens=80,

@@ -68,7 +68,7 @@ def test_a_model_is_that_of_transformers(
         mask = torch.tensor(s.loss_mask[1:])
         assert isinstance(s.advantages, float)
         loss = loss - ((logp - logp.detach()).exp() * s.advantages * mask).sum() / total
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     learning = [p for p in model.parameters() if p.requires_grad]
     norm = torch.nn.utils.clip_grad_norm_(learning, CONFIG.optimizer.grad_clip)
     torch.optim.AdamW(learning, lr=0.05, eps=1.0, weight_decay=0.0).step()

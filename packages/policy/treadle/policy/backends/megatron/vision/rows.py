@@ -40,7 +40,7 @@ class ImageRows:
         grids_N3: Number of images in time, always 1, and rows and columns of patches of each image.
         rows_K: The packed rows that are images.
         index_K: Which embedding of the tower each of them is.
-        deepstack: What the tower gives to the first layers, [all embeddings, H] each; empty before
+        deepstack: The tower's output for the first layers, [all embeddings, H] each; empty before
             it has computed.
     """
 
@@ -102,7 +102,6 @@ class ImagePacker:
 
         Args:
             sequences: In the order in which they are packed.
-            own: The tokens of each that have rows.
             places: Row on this rank by packed row; None: all rows are on this rank.
         """
         if not self._has_tower:

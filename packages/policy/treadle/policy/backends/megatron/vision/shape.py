@@ -53,7 +53,6 @@ class VisionShape:
         sections: Pairs of dimensions of a head that turn with time, height and width.
         interleaved: Whether neighbouring pairs turn with different axes, and not whole sections.
         config: The tower's settings for transformers, as JSON: what differs from the defaults.
-        num_parameters: Number of the tower's weights.
     """
 
     placeholder: int

@@ -52,12 +52,7 @@ class VisionTower(torch.nn.Module):
     """The tower of transformers, frozen or trained."""
 
     def __init__(self, shape: VisionShape, model_type: str, config: Any, *, trained: bool) -> None:
-        """Builds it with random weights.
-
-        Args:
-            config: Megatron's, of the language model.
-            trained: Whether its weights have a gradient.
-        """
+        """Builds it with random weights."""
         from transformers import CONFIG_MAPPING, AutoModel
 
         super().__init__()
@@ -97,7 +92,7 @@ class VisionTower(torch.nn.Module):
         return filled, replace(images, deepstack=deepstack)
 
 
-class DeepstackLayer(TransformerLayer):  # type: ignore[misc]  # megatron is untyped
+class DeepstackLayer(TransformerLayer):
     """One of the first layers, whose output gets features of the images of the micro-batch."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.policy.backends.megatron.prefixes import plan
-from treadle.policy.backends.megatron.prefixes.plan import Ordered
-from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of
+from treadle.policy.client import prefixes
+from treadle.policy.client.prefixes import Ordered, in_order, overlaps_of
 from treadle.policy.client.types import SharePrefixes, TrainSequence
 
 
@@ -39,7 +38,7 @@ def test_each_sequence_is_in_one_micro_batch_of_bounded_size(
     parts = [
         part
         for shard in range(num_shards)
-        for part in plan.micro_batches(
+        for part in prefixes.micro_batches(
             batch, num_shards=num_shards, shard=shard, max_tokens=max_tokens, at_least=at_least
         )
     ]
@@ -67,17 +66,19 @@ def test_no_other_cut_has_a_smaller_largest_part(batch: Ordered, at_most: int) -
 
 def test_groups_stay_together_whatever_order_they_come_in() -> None:
     batch = [sequence((1 + i % 2, 30), (9 + i, 5)) for i in range(8)]
-    found = plan.shared(batch, range(8), "auto")
+    found = prefixes.shared(batch, range(8), "auto")
     assert found is not None
     assert found.num_rows == 2 * 30 + 8 * 4
-    halves = [plan.micro_batches(found, num_shards=2, shard=s, max_tokens=100) for s in range(2)]
+    halves = [
+        prefixes.micro_batches(found, num_shards=2, shard=s, max_tokens=100) for s in range(2)
+    ]
     assert [[part.indices for part in half] for half in halves] == [
         [(0, 2, 4, 6)],
         [(1, 3, 5, 7)],
     ]
-    (whole,) = plan.micro_batches(found, num_shards=1, shard=0, max_tokens=92)
+    (whole,) = prefixes.micro_batches(found, num_shards=1, shard=0, max_tokens=92)
     assert whole.num_rows == 92
-    assert len(plan.micro_batches(found, num_shards=1, shard=0, max_tokens=91)) == 2
+    assert len(prefixes.micro_batches(found, num_shards=1, shard=0, max_tokens=91)) == 2
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,12 @@ def test_groups_stay_together_whatever_order_they_come_in() -> None:
 )
 def test_auto_shares_where_it_saves_enough(mode: SharePrefixes, prompt: int, shared: bool) -> None:
     batch = [sequence((1, prompt), (2 + i, 101)) for i in range(2)]
-    assert (plan.shared(batch, [0, 1], mode) is not None) is shared
+    assert (prefixes.shared(batch, [0, 1], mode) is not None) is shared
 
 
 def test_only_sequences_that_are_computed_and_ids_that_are_needed_count() -> None:
     batch = [sequence((1, 30), (2, 5)), sequence((1, 30), (3, 5)), sequence((1, 30), (2, 5))]
-    found = plan.shared(batch, [2, 0], "always")
+    found = prefixes.shared(batch, [2, 0], "always")
     assert found == Ordered((2, 0), (34, 34), (0, 34))
-    assert plan.shared(batch, [2, 0], plan.mode_on("auto", cpu=False)) is None
-    assert plan.shared(batch, [2, 0], plan.mode_on("auto", cpu=True)) == found
+    assert prefixes.shared(batch, [2, 0], prefixes.mode_on("auto", cpu=False)) is None
+    assert prefixes.shared(batch, [2, 0], prefixes.mode_on("auto", cpu=True)) == found

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from treadle.policy.backends.fake.description import MODEL_TYPES
 from treadle.policy.config.choices import BackendName
+from treadle.policy.testing.fake.description import MODEL_TYPES
 from treadle.policy.testing.policy_contract import PolicyContract
 
 

@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from treadle.policy.backend import CheckpointError, LossInputs, PolicyBackend, Rendezvous
-from treadle.policy.backends.fake.description import FakeDescription, FakeModel
 from treadle.policy.client.batch import (
     check_optional_fields,
     has_gradient,
@@ -32,7 +31,7 @@ from treadle.policy.client.batch import (
     pack,
     token_weights,
 )
-from treadle.policy.client.hf_files import weight_files
+from treadle.policy.client.hf_files import INDEX, SINGLE, missing_weights
 from treadle.policy.client.types import (
     LOGPROB_FIELDS,
     LossStats,
@@ -44,6 +43,7 @@ from treadle.policy.client.types import (
     TrainSequence,
 )
 from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.testing.fake.description import FakeDescription, FakeModel
 
 if TYPE_CHECKING:
     import torch
@@ -376,13 +376,27 @@ class FakePolicy(PolicyBackend):
         """See `PolicyBackend.close`; there are no other ranks."""
 
 
+def _weight_files(folder: Path) -> list[Path]:
+    """Returns the files with the weights of a folder, sorted.
+
+    Raises:
+        FileNotFoundError: One is missing.
+    """
+    if (missing := missing_weights(folder)) is not None:
+        raise FileNotFoundError(f"{folder} has {missing}")
+    if not (folder / INDEX).is_file():
+        return [folder / SINGLE]
+    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    return sorted({folder / name for name in shards})
+
+
 def _read(folder: Path) -> tuple[FakeModel, Weights]:
     """Returns the sizes and all weights of a model folder."""
     from safetensors import deserialize
 
     model = FakeDescription().read_model(folder)
     weights: Weights = {}
-    for file in weight_files(folder):
+    for file in _weight_files(folder):
         for name, stored in deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
             numbers = _as_float32(stored["dtype"], stored["data"])
             if numbers is None:
@@ -473,7 +487,7 @@ def _loss(
         selected_T=None if batch[0].selected is None else flags("selected"),
     )
     output = loss(inputs)
-    (output.loss_T * torch.from_numpy(weights_T)).sum().backward()  # type: ignore[no-untyped-call]
+    (output.loss_T * torch.from_numpy(weights_T)).sum().backward()
     zero = torch.zeros_like(logprobs_T)
     gradients = [_numpy(zero if x.grad is None else x.grad) for x in (logprobs_T, entropy_T)]
     by_logprob_T, by_entropy_T = (g.astype(np.float64) for g in gradients)

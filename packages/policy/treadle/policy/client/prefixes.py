@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from treadle.policy.backends.megatron.prefixes.tree import in_order, overlaps_of, without_short_runs
 from treadle.policy.client.batch import input_length
 
 if TYPE_CHECKING:
@@ -23,8 +22,13 @@ if TYPE_CHECKING:
     from treadle.agent_loop import Image
     from treadle.policy.client.types import SharePrefixes, TrainSequence
 
+    Ids = Sequence[int] | NDArray[np.int64]
+
 MIN_SAVED_SHARE: Final = 0.1
 """Share of the tokens: where less is saved, `policy.share_prefixes=auto` packs sequences flat."""
+MIN_SAVED_ROWS: Final = 16
+"""A common run that saves fewer rows is computed again for each sequence: a node costs two calls of
+attention per layer, in which even a model of 1 M parameters computes about this many rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +131,63 @@ def _paths(sequences: Sequence[TrainSequence]) -> list[NDArray[np.int64]]:
     return paths
 
 
+def in_order(paths: Sequence[Ids]) -> list[int]:
+    """Returns the indices of id sequences in the order of their ids; equal ones by index."""
+    keys = [_sort_key(path) for path in paths]
+    return sorted(range(len(paths)), key=lambda i: (keys[i], i))
+
+
+def _sort_key(path: Ids) -> bytes:
+    """Returns bytes that are in the order of the ids, which may be negative: fast to compare."""
+    return (np.asarray(path, dtype=np.int64) + 2**62).astype(">u8").tobytes()
+
+
+def overlaps_of(paths: Sequence[Ids]) -> list[int]:
+    """Returns for each sequence how many first ids it has in common with the one before it.
+
+    Args:
+        paths: Ids, in the order of `in_order`.
+    """
+    overlaps, before = [], np.empty(0, dtype=np.int64)
+    for path in paths:
+        ids = np.asarray(path, dtype=np.int64)
+        common = min(len(ids), len(before))
+        differ = np.flatnonzero(ids[:common] != before[:common])
+        overlaps.append(int(differ[0]) if len(differ) else common)
+        before = ids
+    return overlaps
+
+
+def without_short_runs(overlaps: Sequence[int]) -> list[int]:
+    """Returns overlaps, each at most as long as given, in which every run saves `MIN_SAVED_ROWS`.
+
+    From the root on, a run that saves fewer rows is no longer shared; its sequences compute it on
+    their own, or share it together with what longer run some of them have in common.
+    """
+    kept = [0] * len(overlaps)
+    pending = [(1, len(overlaps), 0)]  # sequences first-1 to last-1 share the first `shared` ids
+    while pending:
+        first, last, shared = pending.pop()
+        if first >= last:
+            continue
+        common = min(overlaps[first:last])
+        if (common - shared) * (last - first) >= MIN_SAVED_ROWS:
+            shared = common
+        for i in range(first, last):
+            if overlaps[i] == common:
+                kept[i] = shared
+                pending.append((first, i, shared))
+                first = i + 1
+        pending.append((first, last, shared))
+    return kept
+
+
 def micro_batches(
     batch: Ordered, *, num_shards: int, shard: int, max_tokens: int, at_least: int = 1
 ) -> list[Ordered]:
     """Returns one shard's micro-batches, of at most `max_tokens` rows; may be empty.
 
     Args:
-        batch: All sequences that are computed.
         max_tokens: Maximum number of rows in a micro-batch; a longer sequence is its own.
         at_least: Number of micro-batches to make if that makes the largest smaller: a pipeline of n
             stages idles with fewer than n.
