@@ -24,9 +24,8 @@ _LONG_S = 150.0
 _PROGRAM = """
 import argparse, signal, sys
 from pathlib import Path
-from treadle.agent_loop.child_process import watch_parent, write_ready
+from treadle.tracing.child_process import write_ready
 parser = argparse.ArgumentParser()
-parser.add_argument("--parent_pid", type=int)
 parser.add_argument("--ready_file", type=Path)
 parser.add_argument("--host")
 parser.add_argument("--do", default="serve")
@@ -34,7 +33,6 @@ args = parser.parse_args()
 print("doing", args.do, "on", args.host)
 if args.do == "fail":
     sys.exit("the model is missing")
-watch_parent(args.parent_pid)
 if args.do == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if args.do != "mute":
@@ -124,7 +122,6 @@ async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
 _PARENT = """
 import argparse, signal, subprocess, sys
 parser = argparse.ArgumentParser()
-parser.add_argument("--parent_pid")
 parser.add_argument("--ready_file")
 worker = '''
 import os, signal, sys
@@ -298,7 +295,7 @@ async def test_a_child_that_even_a_kill_does_not_end_is_left_behind(
         process = await launcher.start(_spec(program, "deaf"))
         await process.ready(_LONG_S)
         with monkeypatch.context() as unkillable:
-            unkillable.setattr(os, "killpg", lambda _group, _signal: None)
+            unkillable.setattr("treadle.trainer.launch.local.end_now", lambda _: None)
             await process.stop(grace_s=0.05)
         assert f"child (pid {process.pid}) does not end, 0.05 s after SIGKILL" in caplog.text
         assert await wait_until_ended(process, 0) is None
