@@ -1,9 +1,18 @@
+import asyncio
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import SetupError, load_import_path
+from treadle.agent_loop import (
+    FunctionTool,
+    SetupError,
+    ToolError,
+    ToolFailure,
+    ToolResult,
+    load_import_path,
+)
 from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
 from treadle.tools.catalog import VERL_CLASSES
 from treadle.tools.yaml_config import load_class
@@ -215,3 +224,34 @@ def test_a_missing_library_is_told_at_start(
     catalogue.write_text("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool}]")
     with pytest.raises(SetupError, match=r"needs math_verify, .*'treadle-tools\[math\]'"):
         load_catalogue(catalogue)
+
+
+@pytest.mark.asyncio
+async def test_a_plain_function_that_holds_the_interpreters_lock_can_be_ended(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import re\n"
+        "from treadle.agent_loop import ToolFailure, ToolResult, function_tool\n"
+        "@function_tool\n"
+        "def match(text: str) -> ToolResult:\n"
+        "    'Matches.'\n"
+        "    if text == 'wrong': raise ToolFailure('no letters')\n"
+        "    if text == 'broken': {}[text]\n"
+        "    return ToolResult(content=str(bool(re.match('(a+)+$', text))), reward=0.5)\n"
+    )
+    tool = load_catalogue(mine)["match"]
+    assert isinstance(tool, FunctionTool)
+    assert await tool.call({"text": "aaa"}) == ToolResult(content="True", reward=0.5)
+    with pytest.raises(ToolFailure, match="no letters"):
+        await tool.call({"text": "wrong"})
+    with pytest.raises(ToolError, match=r"tool 'match': KeyError: 'broken' \(.*mine.py:7, in"):
+        await tool.call({"text": "broken"})
+    call = asyncio.create_task(tool.call({"text": "a" * 40 + "b"}))
+    await asyncio.sleep(0)  # it takes the process, and the next call starts another one
+    assert await tool.call({"text": "aaab"}) == ToolResult(content="False", reward=0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await call
+    assert re.search(r"tool 'match': it was at .*mine.py:8, in match", cancelled.value.__notes__[0])
