@@ -15,7 +15,6 @@ import argparse
 import atexit
 import faulthandler
 import gc
-import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS, ChannelSecurity
 from treadle.agent_loop.rpc.token_guard import BlockingTokenGuard, TokenGuard
 from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
 from treadle.tracing.child_process import write_ready
+from treadle.tracing.inert import log_inertly
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -136,7 +136,7 @@ def start_driven(argv: Sequence[str], *, module: str) -> DrivenProgram:
         parser.error(f"{TOKEN_VARIABLE} is not set: only the trainer starts this program")
     atexit.register(gc.freeze)  # Or Python looks for garbage once more, for 2 s.
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    log_inertly("INFO")
     return DrivenProgram(host=args.host, token=token, ready_file=args.ready_file, tls=args.tls)
 
 
