@@ -255,3 +255,17 @@ async def test_a_plain_function_that_holds_the_interpreters_lock_can_be_ended(
     with pytest.raises(asyncio.CancelledError) as cancelled:
         await call
     assert re.search(r"tool 'match': it was at .*mine.py:8, in match", cancelled.value.__notes__[0])
+
+
+def test_references_are_resolved_as_in_a_configuration(
+    catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREADLE_TEST", "Compute with")
+    place = "tools[0].tool_schema.function"
+    text = f'"${{oc.env:TREADLE_TEST}} ${{.name}} or ${{{place}.name}}."'
+    catalogue.write_text(CALCULATOR + SCHEMA.replace("Compute.", text))
+    assert load_catalogue(catalogue)["calc"].spec.description == "Compute with calc or calc."
+    catalogue.write_text(CALCULATOR + SCHEMA.replace("Compute.", "${.nme}"))
+    where = r"tools\.0\.tool_schema\.function"
+    with pytest.raises(SetupError, match=rf"{where}\.description: .*no key {where}\.nme"):
+        load_catalogue(catalogue)
