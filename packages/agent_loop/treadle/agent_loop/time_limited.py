@@ -127,7 +127,7 @@ class TimeLimited(Generic[A, R]):
         except TimeoutError:
             took_s = time.monotonic() - began
             place = process.place()
-            if took_s >= min(self._timeout_s, _NOTEWORTHY_S):
+            if caller.left and took_s >= _NOTEWORTHY_S:  # nobody takes the error below
                 _log.warning("%s is ended after %.3g s at %s", self._name, took_s, place)
             raise TimeoutError(f"it was at {place}") from None
         except (EOFError, OSError) as error:
@@ -177,13 +177,13 @@ class _Caller:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._left = False
+        self.left = False
         self._process: _Process | None = None
 
     def leave(self) -> None:
         """In the event loop: interrupts the call, or lets it not begin."""
         with self._lock:
-            self._left = True
+            self.left = True
             if self._process is not None:
                 self._process.interrupt()
 
@@ -195,7 +195,7 @@ class _Caller:
             TimeLimitedError: The caller left before.
         """
         with self._lock:
-            if self._left:
+            if self.left:
                 raise TimeLimitedError("its caller was cancelled")
             self._process = process
         try:

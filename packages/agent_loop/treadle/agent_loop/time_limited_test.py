@@ -3,9 +3,6 @@
 import asyncio
 import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -135,34 +132,3 @@ async def test_a_process_that_starts_slowly_is_no_slow_call(
     monkeypatch.setattr(time_limited, "wait", nothing_comes)
     with pytest.raises(TimeLimitedError, match="its process did not start within 120 s"):
         await limited(functions, timeout_s=1)("pid")
-
-
-ORPHANS = """
-import asyncio, sys
-from functools import partial
-from pathlib import Path
-from treadle.agent_loop.time_limited import TimeLimited
-from treadle.agent_loop import load_import_path
-
-# Without a guard, as scripts that train are.
-make = partial(load_import_path, {reference!r}, "function")
-asyncio.run(TimeLimited(make, name="test", timeout_s=600, processes=1)({pipe!r}))
-"""
-
-
-def test_a_busy_process_does_not_outlive_a_program_that_is_killed(functions: Path) -> None:
-    pipe, script = functions.parent / "pipe", functions.parent / "program.py"
-    os.mkfifo(pipe)
-    reference = f"{functions}:answer"
-    script.write_text(ORPHANS.format(reference=reference, pipe=str(pipe)))
-    # The processes keep the standard output of the program: it ends with the last of them.
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as program:
-        child = int(pipe.read_text())
-        assert is_alive(child)
-        program.send_signal(signal.SIGKILL)
-        assert program.stdout is not None
-        assert program.stdout.read() == b""
