@@ -30,13 +30,14 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from typing import Generic, TypeVar
 
-from treadle.agent_loop.user_code import dumped_place, user_place
+from treadle.agent_loop.user_code import RemoteError, dumped_place, user_frame, user_place
 from treadle.tracing.child_process import child_python_path, end_now, supervised
 
 A = TypeVar("A")
@@ -138,7 +139,9 @@ class TimeLimited(Generic[A, R]):
         finally:
             self._give_back(process, whole)
         if not done:
-            raise TimeLimitedError(answer)
+            assert isinstance(answer, tuple), "what `_answer` returned"
+            text, *whole_error = answer
+            raise TimeLimitedError(text) from RemoteError(*whole_error)
         return answer  # type: ignore[return-value]  # what the function of type A -> R returned
 
     def _take(self) -> _Process:
@@ -319,7 +322,12 @@ def _answer(function: Callable[[object], object], packed: bytes) -> bytes:
             result = asyncio.run(result)
         return pickle.dumps((True, result))
     except Exception as error:  # a border: whatever the function raises is an answer
-        return pickle.dumps((False, _text(error)))
+        return pickle.dumps((False, (_text(error), *_whole(error))))
+
+
+def _whole(error: Exception) -> tuple[str, traceback.FrameSummary | None]:
+    """Returns what a `RemoteError` holds."""
+    return "".join(traceback.format_exception(error)), user_frame(error)
 
 
 def _text(error: Exception) -> str:

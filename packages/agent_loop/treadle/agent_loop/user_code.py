@@ -11,7 +11,19 @@ from functools import cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["dumped_place", "running_place", "user_frame", "user_place"]
+__all__ = ["RemoteError", "dumped_place", "running_place", "user_frame", "user_place"]
+
+
+class RemoteError(Exception):
+    """An error in another process, as the cause of one here; its text is the traceback there.
+
+    Attributes:
+        frame: What `user_frame` found there.
+    """
+
+    def __init__(self, text: str, frame: traceback.FrameSummary | None) -> None:
+        super().__init__(text)
+        self.frame = frame
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -21,6 +33,8 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
         error: Its causes are searched first, since the innermost one was raised first.
     """
     for each in reversed(causes(error)):
+        if isinstance(each, RemoteError):
+            return each.frame
         theirs = [
             (frame, line)
             for frame, line in traceback.walk_tb(each.__traceback__)
