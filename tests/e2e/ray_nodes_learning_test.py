@@ -142,12 +142,11 @@ def test_loop_workers_and_their_router_are_encrypted_too(start_trainer: StartTra
 _PROGRAM = """
 import argparse, os, signal
 from pathlib import Path
-from treadle.agent_loop.child_process import watch_parent, write_ready
+from treadle.tracing.child_process import write_ready
 parser = argparse.ArgumentParser()
-for name in ("--parent_pid", "--ready_file", "--host"):
+for name in ("--ready_file", "--host"):
     parser.add_argument(name)
 args = parser.parse_args()
-watch_parent(int(args.parent_pid))
 print("sees GPUs", os.environ["CUDA_VISIBLE_DEVICES"])
 write_ready(Path(args.ready_file), f"{args.host}:1")
 signal.pause()

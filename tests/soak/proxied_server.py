@@ -1,7 +1,7 @@
 """A rollout server behind a network that a soak disturbs: `python -m soak.proxied_server ARGS`.
 
 The process becomes the server. A child of it forwards every connection, so that the driver, its
-ranks and its clients see the proxy's address, and ends with the server.
+ranks and its clients see the proxy's address, and ends with the server, by the supervisor of both.
 
 | the proxy gets | and |
 |---|---|
@@ -21,8 +21,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-
-from treadle.agent_loop.child_process import watch_parent
 
 __all__ = ["main", "proxy_file"]
 
@@ -125,7 +123,6 @@ def main(argv: Sequence[str]) -> None:
         arguments[place] = str(ready.with_suffix(".real"))
         server = os.getpid()
         if not os.fork():
-            watch_parent(server)
             asyncio.run(_serve(Path(arguments[place]), ready, server))
             os._exit(0)
     os.execv(sys.executable, [sys.executable, "-m", "treadle.rollout_server", *arguments])

@@ -149,7 +149,9 @@ class Trainer:
                 said = json.loads(path.read_text())
             except (FileNotFoundError, ValueError):  # gone, or being written
                 continue
-            if _parent(said["pid"]) == self.process.pid:  # not of an earlier driver
+            supervisor = _parent(said["pid"])
+            # Not of an earlier driver.
+            if supervisor is not None and _parent(supervisor) == self.process.pid:
                 found[path.stem] = said["pid"], said["address"]
         return found
 

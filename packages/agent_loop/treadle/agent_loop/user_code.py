@@ -4,13 +4,26 @@ The user's code is every frame outside Treadle's packages, the standard library 
 packages: their reward, tool or loop, whatever it called.
 """
 
+import re
 import sysconfig
 import traceback
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
-__all__ = ["running_place", "user_frame", "user_place"]
+__all__ = ["RemoteError", "dumped_place", "running_place", "user_frame", "user_place"]
+
+
+class RemoteError(Exception):
+    """An error in another process, as the cause of one here; its text is the traceback there.
+
+    Attributes:
+        frame: What `user_frame` found there.
+    """
+
+    def __init__(self, text: str, frame: traceback.FrameSummary | None) -> None:
+        super().__init__(text)
+        self.frame = frame
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -20,6 +33,8 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
         error: Its causes are searched first, since the innermost one was raised first.
     """
     for each in reversed(causes(error)):
+        if isinstance(each, RemoteError):
+            return each.frame
         theirs = [
             (frame, line)
             for frame, line in traceback.walk_tb(each.__traceback__)
@@ -49,6 +64,16 @@ def running_place(frame: FrameType) -> str:
         if _is_users(each.f_code.co_filename, each.f_globals.get("__name__", ""))
     ]
     return _place(traceback.StackSummary.extract(theirs[:1] or stack[:1])[0])
+
+
+def dumped_place(text: str) -> str | None:
+    """Returns the same from what `faulthandler` wrote of a thread; None if it wrote no frame."""
+    frames = [
+        traceback.FrameSummary(file, int(line), name)
+        for file, line, name in re.findall(r'^  File "(.+)", line (\d+) in (.+)$', text, re.M)
+    ]
+    theirs = [frame for frame in frames if _is_users(frame.filename, "")]
+    return _place((theirs or frames)[0]) if frames else None
 
 
 def _place(frame: traceback.FrameSummary) -> str:

@@ -11,7 +11,6 @@ does not shorten the shutdown, which takes at most `shutdown_grace_s`.
 import asyncio
 import atexit
 import gc
-import json
 import logging
 import os
 import signal
@@ -23,6 +22,7 @@ from pathlib import Path
 from treadle.rollout_server.config.command_line import PROGRAM, ConfigError, parse
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.observability import logs
+from treadle.tracing.child_process import write_ready
 
 _log = logging.getLogger(__name__)
 _PARENT_POLL_S = 1.0  # used where the kernel has no pidfd
@@ -88,9 +88,7 @@ def _ready_file(path: Path | None, address: str) -> Iterator[None]:
     if path is None:
         yield
         return
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps({"address": address, "pid": os.getpid()}))
-    partial.replace(path)
+    write_ready(path, address)
     _log.info("ready: %s says %s", path, address)
     try:
         yield

@@ -12,7 +12,8 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
 
-from treadle.agent_loop import AgentTask, SetupError, ToolResult, ToolSpec
+from treadle.agent_loop import AgentTask, ToolResult, ToolSpec
+from treadle.tools.arguments import truth_of
 
 _NO_IMPROVEMENT = -0.05
 
@@ -57,16 +58,8 @@ class AnswerCheck:
         self._ground_truth(task)
 
     def _ground_truth(self, task: AgentTask) -> str:
-        value: object = task.fields
         path = ("extra_info", "tools_kwargs", self.spec.name, "create_kwargs", "ground_truth")
-        for key in path:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if not isinstance(value, str):
-            raise SetupError(
-                f"task {task.task_id!r}: the tool {self.spec.name} needs a string in "
-                f"{'.'.join(path)} of its row, found {value!r}"
-            )
-        return value
+        return truth_of(task, *path, needed_by=f"the tool {self.spec.name}")
 
 
 class AnswerCheckSession:

@@ -1,4 +1,4 @@
-"""Checks that the package shares: what the model passed, and what the catalogue configured.
+"""Checks that the package shares: what the model passed, what the catalogue and the row hold.
 
 The first kind of mistake is the model's and becomes `ToolFailure`, the second is ours and becomes
 `SetupError`. All functions are pure.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 
-from treadle.agent_loop import SetupError, ToolFailure
+from treadle.agent_loop import AgentTask, SetupError, ToolFailure
 
 
 def text_argument(tool: str, arguments: Mapping[str, object], name: str) -> str:
@@ -53,3 +53,28 @@ def require_extra(what: str, module: str, extra: str) -> None:
         raise SetupError(
             f"{what} needs {module}, which is not installed: pip install 'treadle-tools[{extra}]'"
         )
+
+
+def as_truth(value: object) -> str | None:
+    """Returns a ground truth as text, an integer as its digits; None if it is neither."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) else None
+
+
+def truth_of(task: AgentTask, *path: str, needed_by: str) -> str:
+    """Returns the ground truth that the row of a task has at a path.
+
+    Raises:
+        SetupError: There is no text and no integer.
+    """
+    value: object = task.fields
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    truth = as_truth(value)
+    if truth is None:
+        raise SetupError(
+            f"task {task.task_id!r}: {needed_by} needs a string or an integer in {'.'.join(path)} "
+            f"of its row, found {value!r}"
+        )
+    return truth

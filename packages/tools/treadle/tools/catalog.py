@@ -25,6 +25,7 @@ your own class. In place of a catalogue stands a Python file with functions unde
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, cast
@@ -38,6 +39,7 @@ from treadle.agent_loop import (
     load_import_path,
 )
 from treadle.tools.arguments import require_extra
+from treadle.tools.isolated import isolated
 from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, string
 
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
@@ -73,7 +75,13 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
             one name. The message says where in the file, one line for each tool.
     """
     if path.suffix == ".py":
-        return MappingProxyType({tool.spec.name: tool for tool in _functions_of(path)})
+        tools = _functions_of(path)
+        return MappingProxyType(
+            {
+                name: isolated(tool, partial(_function_of, path, name))
+                for name, tool in tools.items()
+            }
+        )
     document = read_yaml(path, "tool catalogue")
     catalogue = section(document, str(path), required=("tools",))
     entries = catalogue["tools"]
@@ -95,8 +103,8 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     return MappingProxyType(tools)
 
 
-def _functions_of(path: Path) -> Sequence[Tool]:
-    """Returns the tools that a Python file defines, in its order."""
+def _functions_of(path: Path) -> Mapping[str, FunctionTool]:
+    """Returns the tools that a Python file defines, in its order, by name."""
     try:
         names = load_import_path(f"{path}:__dict__", "tool")
     except SetupError as error:
@@ -112,12 +120,16 @@ def _functions_of(path: Path) -> Sequence[Tool]:
         raise SetupError(
             f"{path} has no tool: write `@function_tool` of treadle.agent_loop above its functions"
         )
-    known: set[str] = set()
+    by_name: dict[str, FunctionTool] = {}
     for tool in tools:
-        if tool.spec.name in known:
+        if tool.spec.name in by_name:
             raise SetupError(f"{path}: there already is a tool {tool.spec.name!r}")
-        known.add(tool.spec.name)
-    return tools
+        by_name[tool.spec.name] = tool
+    return by_name
+
+
+def _function_of(path: Path, name: str) -> FunctionTool:
+    return _functions_of(path)[name]
 
 
 def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
@@ -160,15 +172,20 @@ def _native(fields: Mapping[str, object], settings: Mapping[str, object], where:
 def _function(fields: Mapping[str, object], where: str, base: Path) -> Tool:
     section(fields, where, required=("function",))
     reference = string(fields["function"], f"{where}.function")
+    load = partial(_load_function, reference, base)
     try:
-        function = load_import_path(reference, "tool", base=base)
-        if isinstance(function, FunctionTool):
-            return function
-        if not callable(function):
-            raise TypeError(f"{reference} is not a function")
-        return function_tool(function)
+        return isolated(load(), load)
     except (SetupError, TypeError, ValueError) as error:
         raise SetupError(f"{where}.function: {error}") from error
+
+
+def _load_function(reference: str, base: Path) -> FunctionTool:
+    function = load_import_path(reference, "tool", base=base)
+    if isinstance(function, FunctionTool):
+        return function
+    if not callable(function):
+        raise TypeError(f"{reference} is not a function")
+    return function_tool(function)
 
 
 def _mcp_tools(

@@ -1,9 +1,18 @@
+import asyncio
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import SetupError, load_import_path
+from treadle.agent_loop import (
+    FunctionTool,
+    SetupError,
+    ToolError,
+    ToolFailure,
+    ToolResult,
+    load_import_path,
+)
 from treadle.tools import CalculatorTool, Gsm8kTool, load_catalogue
 from treadle.tools.catalog import VERL_CLASSES
 from treadle.tools.yaml_config import load_class
@@ -214,4 +223,49 @@ def test_a_missing_library_is_told_at_start(
         load_catalogue(catalogue)
     catalogue.write_text("tools: [{class_name: verl.tools.geo3k_tool.Geo3kTool}]")
     with pytest.raises(SetupError, match=r"needs math_verify, .*'treadle-tools\[math\]'"):
+        load_catalogue(catalogue)
+
+
+@pytest.mark.asyncio
+async def test_a_plain_function_that_holds_the_interpreters_lock_can_be_ended(
+    tmp_path: Path,
+) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        "import re\n"
+        "from treadle.agent_loop import ToolFailure, ToolResult, function_tool\n"
+        "@function_tool\n"
+        "def match(text: str) -> ToolResult:\n"
+        "    'Matches.'\n"
+        "    if text == 'wrong': raise ToolFailure('no letters')\n"
+        "    if text == 'broken': {}[text]\n"
+        "    return ToolResult(content=str(bool(re.match('(a+)+$', text))), reward=0.5)\n"
+    )
+    tool = load_catalogue(mine)["match"]
+    assert isinstance(tool, FunctionTool)
+    assert await tool.call({"text": "aaa"}) == ToolResult(content="True", reward=0.5)
+    with pytest.raises(ToolFailure, match="no letters"):
+        await tool.call({"text": "wrong"})
+    with pytest.raises(ToolError, match=r"tool 'match': KeyError: 'broken' \(.*mine.py:7, in"):
+        await tool.call({"text": "broken"})
+    call = asyncio.create_task(tool.call({"text": "a" * 40 + "b"}))
+    await asyncio.sleep(0)  # it takes the process, and the next call starts another one
+    assert await tool.call({"text": "aaab"}) == ToolResult(content="False", reward=0.5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await call
+    assert re.search(r"tool 'match': it was at .*mine.py:8, in match", cancelled.value.__notes__[0])
+
+
+def test_references_are_resolved_as_in_a_configuration(
+    catalogue: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TREADLE_TEST", "Compute with")
+    place = "tools[0].tool_schema.function"
+    text = f'"${{oc.env:TREADLE_TEST}} ${{.name}} or ${{{place}.name}}."'
+    catalogue.write_text(CALCULATOR + SCHEMA.replace("Compute.", text))
+    assert load_catalogue(catalogue)["calc"].spec.description == "Compute with calc or calc."
+    catalogue.write_text(CALCULATOR + SCHEMA.replace("Compute.", "${.nme}"))
+    where = r"tools\.0\.tool_schema\.function"
+    with pytest.raises(SetupError, match=rf"{where}\.description: .*no key {where}\.nme"):
         load_catalogue(catalogue)

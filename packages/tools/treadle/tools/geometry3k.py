@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from treadle.agent_loop import ToolFailure, ToolSpec
+from treadle.agent_loop.time_limited import TimeLimited
 from treadle.tools.answer_check import AnswerCheck, answer_spec
 from treadle.tools.arguments import no_settings, require_extra
-from treadle.tools.time_limited import TimeLimited
 
 SPEC = answer_spec(
     "calc_geo3k_reward",

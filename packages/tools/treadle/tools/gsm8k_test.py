@@ -77,7 +77,7 @@ async def test_sessions_share_nothing() -> None:
         {},
         {"tools_kwargs": None},
         {"tools_kwargs": {"other": {}}},
-        {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": 42}}}},
+        {"tools_kwargs": {"calc_gsm8k_reward": {"create_kwargs": {"ground_truth": 4.2}}}},
     ],
 )
 async def test_a_row_without_ground_truth_is_an_error_of_ours(

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import yaml
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.errors import did_you_mean
+from treadle.tools.interpolation import InterpolationError, resolve
 
 
-def read_yaml(path: Path, what: str) -> object:
+def read_yaml(path: Path, what: str, *, literal: bool = False) -> object:
     """Reads a YAML file.
 
     Args:
         what: Names it in errors, as "tool catalogue".
+        literal: Whether `${...}` is text; otherwise it is a reference, as in a configuration.
 
     Raises:
-        SetupError: It cannot be read, or is not YAML.
+        SetupError: It cannot be read, is not YAML, or has a reference that leads nowhere.
     """
     try:
         document: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -31,6 +34,31 @@ def read_yaml(path: Path, what: str) -> object:
         raise SetupError(f"cannot read the {what} {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SetupError(f"the {what} {path} is not YAML: {error}") from error
+    return document if literal else _resolved(document, "", document, f"the {what} {path}")
+
+
+def _resolved(value: object, key: str, document: object, where: str) -> object:
+    """Returns a value with its references resolved; an item of a list has its number as a key."""
+    if isinstance(value, dict):
+        return {k: _resolved(v, f"{key}.{k}", document, where) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_resolved(v, f"{key}.{n}", document, where) for n, v in enumerate(value)]
+    try:
+        found = resolve(value, key[1:], partial(_value_at, document))
+    except InterpolationError as error:
+        raise SetupError(f"{where}: {key[1:]}: {value!r}: {error}") from None
+    return found
+
+
+def _value_at(document: object, place: str) -> object:
+    """Returns the value at `a.b`, `a[0].b` or `a.0.b`; raises KeyError if there is none."""
+    for name in place.replace("[", ".").replace("]", "").split("."):
+        if isinstance(document, list) and name.isdecimal() and int(name) < len(document):
+            document = document[int(name)]
+        elif isinstance(document, dict):
+            document = document[name]
+        else:
+            raise KeyError(place)
     return document
 
 

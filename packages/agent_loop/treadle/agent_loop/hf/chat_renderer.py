@@ -46,7 +46,7 @@ from treadle.agent_loop.types import Message, ToolSpec
 if TYPE_CHECKING:
     from treadle.agent_loop.hf.vision import ImagePlaceholders
 
-_TEXT_MODEL = "this renderer is of a text model"
+_TEXT_MODEL = "this model reads text only: send no images, or take a model that sees"
 _USUAL_CHARACTERS = 4  # per token; a text with no more is simply encoded
 _PIECE = 1 << 16  # characters
 _ID_BYTES = array("I").itemsize
@@ -184,6 +184,7 @@ class HfRenderer:
             )
         if tools and self._tool_problem is not None:
             raise SetupError(self._tool_problem)
+        self._check_images(messages)
         text = self.template.text(messages, tools, open_turn=True)
         return self._placed(self._encode_chat(text, keep=True), messages)
 
@@ -200,6 +201,7 @@ class HfRenderer:
         Raises:
             RenderError: The template refuses these messages, or images cannot be rendered.
         """
+        self._check_images(messages)
         text = self.template.text(messages, tools, open_turn=True)
         known = {} if self._pieces is None else self._pieces.pieces(ids, written)
         return self._placed(self._encode_chat(text, known=known), messages)
@@ -218,6 +220,7 @@ class HfRenderer:
             RenderError: The template refuses these messages, drops them, or ends the turn before
                 them differently than it ends other turns.
         """
+        self._check_images(messages)
         after = self.template.after_turn(messages, tools, history=history)
         ended = any(ids[-1] == self._added_ids[end] for end in after.ends)
         if ended or ids[-1] in self._own_ends:
@@ -364,11 +367,18 @@ class HfRenderer:
 
     def _placed(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Rendering:
         images = [image for message in messages for image in message.images]
-        if not images:
+        if not images or isinstance(self._placeholders, str):
             return Rendering(ids=ids)
-        if isinstance(self._placeholders, str):
-            raise RenderError(f"a message has images, and {self._placeholders}")
         return self._placeholders.place(ids, images)
+
+    def _check_images(self, messages: Sequence[Message]) -> None:
+        """Raises before a text model's template is given parts, which it takes for a string."""
+        for place, message in enumerate(messages):
+            if message.images and isinstance(self._placeholders, str):
+                raise RenderError(
+                    f"messages[{place}], of role {message.role}, has images, and "
+                    f"{self._placeholders}"
+                )
 
     def _id_of_stop(self, token: str) -> int:
         if token not in self._added_ids:

@@ -4,6 +4,7 @@ import io
 import json
 import struct
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -327,8 +328,21 @@ def test_a_template_that_leaves_images_out_is_refused() -> None:
 
 
 def test_a_text_model_takes_no_images() -> None:
-    with pytest.raises(RenderError, match="a message has images, and this renderer is of a text"):
-        HfRenderer(TOKENIZER).render([USER], tools=())
+    """Whatever its template does with parts: most add them to a text."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    said = r"messages\[0\], of role user, has images, and this model reads text only: send no"
+    for renderer in (HfRenderer(TOKENIZER), HfRenderer(tokenizer)):
+        for render in (
+            partial(renderer.render, [USER], tools=()),
+            partial(renderer.render_again, [USER], tools=(), ids=(), written=()),
+            partial(renderer.extend, [1], [USER], tools=()),
+        ):
+            with pytest.raises(RenderError, match=said):
+                render()
 
 
 def test_chats_of_text_need_no_image_processor_that_fits(tmp_path: Path) -> None:
@@ -340,7 +354,7 @@ def test_chats_of_text_need_no_image_processor_that_fits(tmp_path: Path) -> None
     renderer = HfRenderer.from_directory(tmp_path)
     text = Message(role="user", content="What?")
     assert renderer.render([text], tools=[ZOOM]).ids == expected([text])
-    with pytest.raises(RenderError, match=r"a message has images, and .*SiglipImage.* does not t"):
+    with pytest.raises(RenderError, match=r"has images, and .*SiglipImage.* does not t"):
         renderer.render([USER], tools=[ZOOM])
 
 

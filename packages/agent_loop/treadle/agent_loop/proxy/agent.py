@@ -1,7 +1,7 @@
 """The black-box agent: a function or a command that gets the address of its model.
 
-Invariant: when its call returns or raises, the agent has ended; a command with all its child
-processes. An error in it is an `AgentCrashedError`.
+Invariant: when its call returns or raises, the agent has ended; a command with all processes that
+it started, detached ones too. An error in it is an `AgentCrashedError`.
 
 The caller waits for the agent's end. Cancelling the call ends the agent: a function by
 cancellation, a command by SIGTERM and, `grace_s` later, SIGKILL.
@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import json
 import os
-import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from treadle.agent_loop.child_output import output_pipe
 from treadle.agent_loop.errors import LoopError
 from treadle.agent_loop.proxy.messages import written_message, written_task
 from treadle.agent_loop.types import AgentTask
+from treadle.tracing.child_process import supervised
 from treadle.tracing.inert import inert
 
 _TAIL_BYTES = 2000
@@ -123,7 +123,7 @@ class CommandAgent:
                 await run_until(_drain(reader, tail), process.wait)
                 status = await process.wait()
             finally:
-                await run_shielded(self._end(process), timeout_s=self._grace_s + 10.0)
+                await run_shielded(_end(process), timeout_s=self._grace_s + 10.0)
             with contextlib.suppress(TimeoutError):  # another process may hold the pipe open
                 async with asyncio.timeout(self._grace_s):
                     await _drain(reader, tail)
@@ -140,12 +140,13 @@ class CommandAgent:
             try:
                 task.write(told)
                 task.seek(0)
+                environment = self._environment_of(session)
                 return await asyncio.create_subprocess_exec(
-                    *self._command,
+                    *supervised(self._command, environment=environment, grace_s=self._grace_s),
                     stdin=task,
                     stdout=write_end,
                     stderr=write_end,
-                    env=self._environment_of(session),
+                    env=environment,
                     start_new_session=True,
                 )
             except OSError as error:
@@ -169,15 +170,12 @@ class CommandAgent:
                 environment[name] = f"{given},{host}" if given else f"{host}"
         return environment
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
-        """Ends the program and all processes of its group."""
-        if process.returncode is None:
-            _signal_group(process, signal.SIGTERM)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._grace_s):
-                    await process.wait()
-        _signal_group(process, signal.SIGKILL)
-        await process.wait()
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Ends the program and all that it started; the supervisor keeps the grace."""
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    await process.wait()
 
 
 async def _drain(reader: asyncio.StreamReader, tail: bytearray) -> None:
@@ -185,8 +183,3 @@ async def _drain(reader: asyncio.StreamReader, tail: bytearray) -> None:
     while data := await reader.read(65536):
         tail += data
         del tail[:-_TAIL_BYTES]
-
-
-def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)

@@ -2,8 +2,7 @@
 
 Invariants: only callers with the run's token are served (`token_guard`). A caller that is silent
 delays nobody, and is cut off after `_SILENT_MS`. Between hosts everything goes through TLS, with
-the run's certificate, which names `SERVER_NAME` instead of hosts. The program ends when the
-process that started it is gone.
+the run's certificate, which names `SERVER_NAME` instead of hosts.
 
     program = start_driven(sys.argv[1:], module="treadle.policy.rank")
     async with serve_driver(program, partial(add_RankServiceServicer_to_server, servicer)):
@@ -16,7 +15,6 @@ import argparse
 import atexit
 import faulthandler
 import gc
-import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -29,10 +27,11 @@ from typing import Final
 import grpc
 import grpc.aio
 
-from treadle.agent_loop.child_process import watch_parent, write_ready
 from treadle.agent_loop.rpc.security import CONNECTING_OPTIONS, ChannelSecurity
 from treadle.agent_loop.rpc.token_guard import BlockingTokenGuard, TokenGuard
 from treadle.agent_loop.run_certificate import CERTIFICATE, KEY, ROOTS, SERVER_NAME
+from treadle.tracing.child_process import write_ready
+from treadle.tracing.inert import log_inertly
 
 __all__ = [
     "TOKEN_VARIABLE",
@@ -118,7 +117,7 @@ class DrivenProgram:
 
 
 def start_driven(argv: Sequence[str], *, module: str) -> DrivenProgram:
-    """Prepares the process for its driver: logging, its end with its parent's, quick shutdown.
+    """Prepares the process for its driver: logging, quick shutdown.
 
     Args:
         argv: The arguments that the driver gives.
@@ -130,7 +129,6 @@ def start_driven(argv: Sequence[str], *, module: str) -> DrivenProgram:
     parser = argparse.ArgumentParser(prog=f"python -m {module}")
     parser.add_argument("--host", required=True)
     parser.add_argument("--tls", type=Path)
-    parser.add_argument("--parent_pid", type=int, required=True)
     parser.add_argument("--ready_file", type=Path, required=True)
     args = parser.parse_args(argv)
     token = os.environ.get(TOKEN_VARIABLE)
@@ -138,8 +136,7 @@ def start_driven(argv: Sequence[str], *, module: str) -> DrivenProgram:
         parser.error(f"{TOKEN_VARIABLE} is not set: only the trainer starts this program")
     atexit.register(gc.freeze)  # Or Python looks for garbage once more, for 2 s.
     faulthandler.enable()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
-    watch_parent(args.parent_pid)
+    log_inertly("INFO")
     return DrivenProgram(host=args.host, token=token, ready_file=args.ready_file, tls=args.tls)
 
 

@@ -92,7 +92,7 @@ def test_a_program_without_a_token_does_not_serve(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(driven.TOKEN_VARIABLE, raising=False)
-    arguments = ["--host", "127.0.0.1", "--parent_pid", "1", "--ready_file", "ready"]
+    arguments = ["--host", "127.0.0.1", "--ready_file", "ready"]
     with pytest.raises(SystemExit):
         start_driven(arguments, module="treadle.policy.rank")
     assert "TREADLE_RUN_TOKEN is not set: only the trainer starts" in capsys.readouterr().err

@@ -32,7 +32,10 @@ class RankProcess(Protocol):
         ...
 
     async def stop(self, grace_s: float = 10.0) -> None:
-        """Ends it with SIGTERM, and SIGKILL after `grace_s`; returns when it is gone."""
+        """Ends it with SIGTERM, and SIGKILL after `grace_s`; returns when it is gone.
+
+        One that even SIGKILL does not end is left behind with a warning.
+        """
         ...
 
 

@@ -23,6 +23,7 @@ from treadle.rollout_server.doctor import container
 from treadle.rollout_server.engine import ElementType
 from treadle.rollout_server.model_files import read_model
 from treadle.rollout_server.safetensors_file import read_header
+from treadle.tracing.child_process import supervised
 
 DISTRIBUTIONS = (
     "torch",
@@ -193,7 +194,7 @@ def _probe(engine: str) -> _Probed:
         memfd = f"/proc/{os.getpid()}/fd/{descriptor}"
         argument = json.dumps([sys.path, modules, engine == "sglang", memfd])
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE, argument],
+            supervised([sys.executable, "-c", _PROBE, argument]),
             capture_output=True,
             text=True,
             timeout=_PROBE_S,
@@ -225,7 +226,7 @@ def _gpus() -> tuple[Gpu, ...]:
     query = "--query-gpu=name,memory.total,driver_version"
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader,nounits"],
+            supervised(["nvidia-smi", query, "--format=csv,noheader,nounits"]),
             capture_output=True,
             text=True,
             timeout=30,

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Literal
 
+from treadle.tracing.inert import InertFormatter
+
 _FIELDS = ("request_id", "session_id", "update_id")
 _request: ContextVar[object] = ContextVar("request", default=None)
 
@@ -35,11 +37,8 @@ def _names() -> Mapping[str, str]:
     return {field: value for field in _FIELDS if (value := getattr(request, field, ""))}
 
 
-class TextFormatter(logging.Formatter):
-    """Formats lines for people, with the ids in brackets at the end."""
-
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+class TextFormatter(InertFormatter):
+    """Formats lines for people, as inert text, with the ids in brackets at the end."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """Formats the line above a traceback."""
@@ -65,7 +64,8 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["error"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
+        text = json.dumps(line, ensure_ascii=False)
+        return text if text.isprintable() else json.dumps(line)  # no C1 control, no bidi mark
 
 
 def set_up(level: str, form: Literal["text", "json"]) -> None:

@@ -43,6 +43,14 @@ def test_a_name_that_a_client_chose_adds_no_line() -> None:
     assert TextFormatter().format(record("x")).endswith("x [request_id='a\\nforged']")
 
 
+def test_what_a_model_wrote_moves_no_cursor() -> None:
+    wrote = record("a tool %s", "\x1b]0;x\x07 \x9b2J \u202e")
+    assert TextFormatter().format(wrote).endswith(r"a tool \x1b]0;x\x07 \x9b2J \u202e")
+    line = JsonFormatter().format(wrote)
+    assert line.isprintable()
+    assert json.loads(line)["message"] == wrote.getMessage()
+
+
 def test_nobody_writes_past_the_format() -> None:
     program = """
 import threading, warnings

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.aio import run_shielded
 from treadle.agent_loop.child_output import shown_output
+from treadle.tracing.child_process import supervised
 
 _START_S = 300.0
 _POLL_S = 0.1
@@ -50,7 +49,7 @@ class ServerProcess:
                 output = await self._output.enter_async_context(shown_output())
                 try:
                     self._process = await asyncio.create_subprocess_exec(
-                        *self._command,
+                        *supervised(self._command, grace_s=_GRACE_S),
                         stdin=asyncio.subprocess.DEVNULL,
                         stdout=output,
                         stderr=output,
@@ -93,15 +92,6 @@ class ServerProcess:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        _signal_group(process, signal.SIGTERM)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_GRACE_S):
-                await process.wait()
-    _signal_group(process, signal.SIGKILL)
-    await process.wait()
-
-
-def _signal_group(process: asyncio.subprocess.Process, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+        process.terminate()
+    await process.wait()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from treadle.agent_loop import AgentTask, InteractionReply, Message, SetupError
 from treadle.agent_loop.errors import did_you_mean
+from treadle.tools.arguments import truth_of
 from treadle.tools.rewards import gsm8k
 
 _RIGHT = "Your response is correct!"
@@ -54,16 +55,8 @@ class Gsm8kInteraction:
 
 
 def _ground_truth(task: AgentTask) -> str:
-    value: object = task.fields
     path = ("extra_info", "interaction_kwargs", "ground_truth")
-    for key in path:
-        value = value.get(key) if isinstance(value, Mapping) else None
-    if not isinstance(value, str):
-        raise SetupError(
-            f"task {task.task_id!r}: Gsm8kInteraction needs a string in {'.'.join(path)} of "
-            f"its row, found {value!r}"
-        )
-    return value
+    return truth_of(task, *path, needed_by="Gsm8kInteraction")
 
 
 class Gsm8kTeacher:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from io import TextIOWrapper
@@ -23,8 +24,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.child_output import shown_output
+from treadle.tracing.child_process import supervised
 
 _CONNECT_S = 30.0
+_GRACE_S = 1.0
+"""From SIGTERM to SIGKILL; mcp's own is 2 s, after which the supervisor is killed."""
 
 
 class ServerConfig(BaseModel):
@@ -78,8 +82,15 @@ class ServerConfig(BaseModel):
     @asynccontextmanager
     async def _client(self) -> AsyncIterator[Client]:
         if self.command is not None:
+            program = [self.command, *self.args]
+            command, *arguments = supervised(
+                program,
+                environment={**os.environ, **self.env},
+                directory=self.cwd,
+                grace_s=_GRACE_S,
+            )
             parameters = StdioServerParameters(
-                command=self.command, args=list(self.args), env=self.env, cwd=self.cwd
+                command=command, args=arguments, env=self.env, cwd=self.cwd
             )
             # As a transport: of the parameters alone, mcp makes one from 2.3 on.
             async with (

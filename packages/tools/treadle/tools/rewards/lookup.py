@@ -2,8 +2,8 @@
 
 Invariant: the result is always a `RewardFn`, which takes a finished trajectory and returns a
 `Score`; any other return value is an error that names the function. An invalid name is found when
-it is looked up, not at the end of the first trajectory. The runner awaits what is scored in a
-separate process (`time_limited`).
+it is looked up, not at the end of the first trajectory. A plain function of the user's runs in a
+separate process (`time_limited`): it may hold the interpreter's lock, and only a process can end.
 
     resolve("gsm8k", mode="fixed")                 # by name
     resolve(None)                                  # each row by its own `data_source`
@@ -14,6 +14,7 @@ separate process (`time_limited`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -42,8 +43,9 @@ def resolve(
             name of this package or of an installed one.
         mode: How an answer is read or scored, for rewards of this package with several modes.
             None: the first mode of each.
-        timeout_s: Maximum seconds to score one trajectory, then in a separate process. None: in
-            this process without a limit, except for rewards that need one.
+        timeout_s: Maximum seconds to score one trajectory, always in a separate process then. None:
+            the user's plain functions run in a separate process, until their caller is cancelled;
+            others in this one, except for rewards that need a limit.
         timeout_score: Reward of a trajectory that could not be scored within `timeout_s`.
 
     Raises:
@@ -60,7 +62,7 @@ def resolve(
     limit = timeout_s
     if limit is None and name in NAMED:
         limit = NAMED[name].timeout_s
-    if limit is None:
+    if limit is None and (name in NAMED or inspect.iscoroutinefunction(reward)):
         return reward
     if name in NAMED:
         make = partial(_prepared, name, mode)

@@ -98,10 +98,10 @@ def test_data_sources_can_be_checked_before_the_first_step() -> None:
 @pytest.mark.parametrize(
     ("source", "answer", "truth"),
     [
-        ("openai/gsm8k", "#### 42", "42"),
+        ("openai/gsm8k", "#### 42", 42),
         ("treadle/calculator", "#### 42", "42"),
         ("math_dapo", "Answer: $42$", "42"),
-        ("aime_2025", "Answer: 42", "42"),
+        ("aime_2025", "Answer: 42", 42),
         ("searchR1_hotpotqa", "<answer>The Eiffel Tower</answer>", {"target": ["eiffel tower"]}),
         ("hotpotqa/hotpot_qa", "<answer>yes</answer>", ["yes", "true"]),
     ],
@@ -120,14 +120,17 @@ def test_the_data_sources_that_are_told_are_known() -> None:
     [
         ({}, "data_source None"),
         ({"data_source": "mine"}, "data_source 'mine'"),
-        ({"data_source": "openai/gsm8k"}, "ground_truth must be a string, got None"),
         (
-            {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": 42}},
-            "ground_truth must be a string, got 42",
+            {"data_source": "openai/gsm8k"},
+            "must be a string or an integer, got no value",
+        ),
+        (
+            {"data_source": "openai/gsm8k", "reward_model": {"ground_truth": 4.2}},
+            "must be a string or an integer, got a value of type float: write it as text",
         ),
         (
             {"data_source": "hotpotqa/hotpot_qa", "reward_model": {"ground_truth": []}},
-            r"ground_truth must be a string, a list of strings or .*, got \[\]",
+            r"ground_truth must be a string, a list of strings or .*, got a value of type list",
         ),
     ],
 )

@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import Final, TypeVar, cast
 
 from treadle.agent_loop import RewardError, Score, Trajectory
+from treadle.tools.arguments import as_truth
 from treadle.tools.rewards import gsm8k, hotpotqa, math_dapo, retool
 from treadle.tools.rewards.boxed import last_boxed
 from treadle.tracing import Metric
@@ -199,9 +200,9 @@ def _of_task(read: Callable[[Mapping[str, object]], T], trajectory: Trajectory) 
 
 
 def _text(row: Mapping[str, object]) -> str:
-    truth = _truth_of(row)
-    if not isinstance(truth, str):
-        raise WrongTruthError(f"reward_model.ground_truth must be a string, got {truth!r:.80}")
+    truth = as_truth(_truth_of(row))
+    if truth is None:
+        raise WrongTruthError(_must_be("a string or an integer", _truth_of(row)))
     return truth
 
 
@@ -210,14 +211,17 @@ def _texts(row: Mapping[str, object]) -> list[str]:
     truth = _truth_of(row)
     if isinstance(truth, Mapping):
         truth = truth.get("target")
-    if isinstance(truth, str):
-        return [truth]
-    if isinstance(truth, list | tuple) and truth and all(isinstance(t, str) for t in truth):
-        return list(truth)
-    raise WrongTruthError(
-        "reward_model.ground_truth must be a string, a list of strings or {'target': ...}, got "
-        f"{truth!r:.80}"
-    )
+    several = truth if isinstance(truth, list | tuple) else (truth,)
+    texts = [text for each in several if (text := as_truth(each)) is not None]
+    if not texts or len(texts) < len(several):
+        raise WrongTruthError(_must_be("a string, a list of strings or {'target': ...}", truth))
+    return texts
+
+
+def _must_be(form: str, truth: object) -> str:
+    """Returns what is wrong; without the value, so that rows with one mistake are one problem."""
+    got = "no value" if truth is None else f"a value of type {type(truth).__name__}"
+    return f"reward_model.ground_truth must be {form}, got {got}: write it as text"
 
 
 def _truth_of(row: Mapping[str, object]) -> object:

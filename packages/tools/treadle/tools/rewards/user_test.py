@@ -61,13 +61,21 @@ def mine(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_function_of_a_file_or_module_is_called_with_the_trajectory(
+async def score(name: str) -> Score:
+    """As the runner does with a reward that a configuration names."""
+    result = rewards.resolve(name)(make_trajectory())
+    assert isinstance(result, Awaitable)
+    return Score.of(await result)
+
+
+@pytest.mark.asyncio
+async def test_a_function_of_a_file_or_module_is_called_with_the_trajectory(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert load(f"{mine}:length")(make_trajectory()) == Score(value=7.0)
     assert load(f"{mine}:half")(make_trajectory()) == Score(value=0.5)
     monkeypatch.syspath_prepend(str(mine.parent))
-    assert rewards.resolve("mine:length")(make_trajectory()) == Score(value=7.0)
+    assert await score("mine:length") == Score(value=7.0)
 
 
 @pytest.mark.asyncio
@@ -87,7 +95,8 @@ def test_verls_signature_is_understood(mine: Path) -> None:
     assert score == Score(value=1.0, metrics=(Metric("reward/acc", 1.0),), answer="42")
 
 
-def test_a_reward_of_an_installed_package_is_known_by_its_name(
+@pytest.mark.asyncio
+async def test_a_reward_of_an_installed_package_is_known_by_its_name(
     mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(mine.parent))
@@ -97,7 +106,7 @@ def test_a_reward_of_an_installed_package_is_known_by_its_name(
     (offered / "entry_points.txt").write_text(
         f"[{user.ENTRY_POINTS}]\nbrevity = mine:length\nnonsense = mine:absent\n"
     )
-    assert rewards.resolve("brevity")(make_trajectory()) == Score(value=7.0)
+    assert await score("brevity") == Score(value=7.0)
     with pytest.raises(SetupError, match=r"'nonsense' = 'mine:absent'.*AttributeError"):
         rewards.resolve("nonsense")
     with pytest.raises(SetupError, match="no reward 'brevit', did you mean 'brevity'"):

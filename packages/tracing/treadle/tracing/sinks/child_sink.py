@@ -8,16 +8,16 @@ batch waits until its client is made.
 """
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from treadle.tracing import FinishedSpan, QueuedSink, SinkReport
+from treadle.tracing.child_process import end_now, supervised
 from treadle.tracing.jsonl import to_bytes, to_json
 from treadle.tracing.sinks.child import BATCHES
 
@@ -51,12 +51,12 @@ class ChildSink(QueuedSink):
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "treadle.tracing.sinks.child"],
+                supervised([sys.executable, "-P", "-m", "treadle.tracing.sinks.child"]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env=environment,
-                # Ctrl-C reaches only the parent, which then ends the group.
+                # Ctrl-C reaches only the parent, which then ends it.
                 start_new_session=True,
             )
         hello = {"backend": backend, "settings": settings, "deadline_s": close_timeout_s}
@@ -78,10 +78,8 @@ class ChildSink(QueuedSink):
     def close(self, timeout_s: float | None = None) -> SinkReport:
         """See `QueuedSink`; ends the process too."""
         report = super().close(timeout_s)
-        if self._process.returncode is None:  # else its id may be another's by now
-            with suppress(ProcessLookupError):  # no process of its group is left
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        end_now(self._process)
+        self._process.wait()
         return report
 
 
@@ -91,7 +89,7 @@ class _ChildWriter:
     ) -> None:
         assert process.stdin is not None and process.stdout is not None
         self._input, self._answers, self._log_path = process.stdin, process.stdout, log_path
-        self._kill = process.kill
+        self._kill = partial(end_now, process)
         self._waits_for_start = True
         self._no_start: str | None = None
         self.bytes_written = 0

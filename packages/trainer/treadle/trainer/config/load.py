@@ -20,10 +20,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from treadle.tools.environments import LIBRARIES
+from treadle.tools.interpolation import InterpolationError, resolve
+from treadle.tools.scalars import ScalarError, parse_value
 from treadle.trainer.config.hydra import OF_HYDRA, composed
-from treadle.trainer.config.interpolation import InterpolationError, resolve
 from treadle.trainer.config.keys import Leaf, all_leaves, all_sections, leaf_of, nearest
-from treadle.trainer.config.scalars import ScalarError, parse_value
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import VERL_NAMES, VERL_NOTED, AnyConfig, SftConfig
 from treadle.trainer.config.topology import derived_settings

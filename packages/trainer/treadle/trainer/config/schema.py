@@ -99,8 +99,9 @@ class RewardConfig(Section):
     math_dapo: minerva, boxed; retool: shaped, flat, capped; hotpotqa: em, f1. Null: the reward's
     first mode."""
     timeout_s: Seconds | None = None
-    """Maximum time to score one trajectory; with a limit, scoring runs in a separate process. Null:
-    no limit, except for rewards that have their own (geometry3k)."""
+    """Maximum time to score one trajectory, in a separate process. Null: agent.deadline_s bounds
+    it, except for rewards that have their own limit (geometry3k). Your own function runs in a
+    separate process in any case, unless it is async."""
     timeout_score: float = 0.0
     """Reward of a trajectory that could not be scored within `timeout_s`; `reward/timeouts` counts
     them."""

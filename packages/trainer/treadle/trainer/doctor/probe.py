@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from treadle.tracing.child_process import supervised
 from treadle.trainer.launch.environment import child_environment
 from treadle.trainer.launch.process import child_python_path
 
@@ -76,7 +77,7 @@ def probe(modules: Sequence[str], extra: Mapping[str, str] | None = None) -> Pro
     """
     try:
         ended = subprocess.run(
-            [sys.executable, "-P", "-c", _PROGRAM, *modules],
+            supervised([sys.executable, "-P", "-c", _PROGRAM, *modules]),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

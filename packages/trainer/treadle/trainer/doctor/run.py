@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
+from treadle.tracing.child_process import supervised
 from treadle.trainer.checkpoint.run_directory import RunDirectoryError, new_run_dir
 from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import Config
@@ -249,7 +250,7 @@ def _server(config: Config) -> Iterator[Finding]:
         return
     try:
         done = subprocess.run(
-            [*command, "doctor", "--json", *arguments],
+            supervised([*command, "doctor", "--json", *arguments], environment=environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

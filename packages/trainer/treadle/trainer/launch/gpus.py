@@ -5,6 +5,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from treadle.tracing.child_process import supervised
+
 __all__ = ["Gpu", "all_gpus", "find_gpus", "visible_devices"]
 
 _VARIABLE = "CUDA_VISIBLE_DEVICES"
@@ -39,7 +41,7 @@ def all_gpus() -> tuple[Gpu, ...]:
     """
     try:
         answer = subprocess.run(
-            _ASK,
+            supervised(_ASK),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

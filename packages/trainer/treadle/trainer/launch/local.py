@@ -1,12 +1,11 @@
 """The local launcher: starts children of this process on this machine.
 
 Children run the interpreter of this process with its import path, or a command in another
-environment. They print into `directory`. When the launcher closes, it ends them and everything
-that they started; when this process is killed, they end by themselves.
+environment. They print into `directory`. They and everything that they started end with the
+launcher, and with this process, however it ends (`treadle.tracing.child_process`).
 """
 
 import asyncio
-import contextlib
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Self
 
+from treadle.tracing.child_process import end_now, program_of, supervised
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.gpus import visible_devices
 from treadle.trainer.launch.process import (
@@ -131,7 +131,7 @@ class LocalProcess:
         """
         self._ready_path.unlink(missing_ok=True)
         args = [argument.replace("{host}", host) for argument in self._spec.args]
-        own = ["--parent_pid", str(os.getpid()), "--ready_file", str(self._ready_path)]
+        own = ["--ready_file", str(self._ready_path)]
         command, devices = self._spec.command, self._spec.devices
         shown = {} if devices is None else visible_devices(devices.indices, os.environ)
         extra = {**shown, **self._spec.env}
@@ -144,14 +144,12 @@ class LocalProcess:
         with self.log_path.open("ab") as log:
             try:
                 self._child = await asyncio.create_subprocess_exec(
-                    *command,
-                    *args,
-                    *own,
+                    *supervised([*command, *args, *own], environment=environment),
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     env=environment,
-                    # Ctrl-C reaches only the driver, which then ends each child with its group.
+                    # Ctrl-C reaches only the driver, which then ends each child.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -164,9 +162,9 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
-        """The process id of the child."""
+        """The process id of the program."""
         assert self._child is not None
-        return self._child.pid
+        return program_of(self._child.pid)
 
     async def ready(self, deadline_s: float) -> str:
         """See `Process.ready`."""
@@ -211,11 +209,11 @@ class LocalProcess:
             return
         if self._child.returncode is None:
             self._child.terminate()
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(grace_s):
                     await self._child.wait()
-        with contextlib.suppress(ProcessLookupError):  # no process of its group is left
-            os.killpg(self._child.pid, signal.SIGKILL)
+            except TimeoutError:
+                end_now(self._child)
         try:
             async with asyncio.timeout(KILLED_S):
                 await self._child.wait()
@@ -224,7 +222,7 @@ class LocalProcess:
                 "%s (pid %d) does not end, %g s after SIGKILL: the kernel waits for a disk or a "
                 "device; it is left behind",
                 self.name,
-                self._child.pid,
+                self.pid,
                 KILLED_S,
             )
 

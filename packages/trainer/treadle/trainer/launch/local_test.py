@@ -1,8 +1,6 @@
-import asyncio
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,9 +22,8 @@ _LONG_S = 150.0
 _PROGRAM = """
 import argparse, signal, sys
 from pathlib import Path
-from treadle.agent_loop.child_process import watch_parent, write_ready
+from treadle.tracing.child_process import write_ready
 parser = argparse.ArgumentParser()
-parser.add_argument("--parent_pid", type=int)
 parser.add_argument("--ready_file", type=Path)
 parser.add_argument("--host")
 parser.add_argument("--do", default="serve")
@@ -34,7 +31,6 @@ args = parser.parse_args()
 print("doing", args.do, "on", args.host)
 if args.do == "fail":
     sys.exit("the model is missing")
-watch_parent(args.parent_pid)
 if args.do == "deaf":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 if args.do != "mute":
@@ -121,34 +117,6 @@ async def test_a_command_that_is_not_there_is_named(tmp_path: Path) -> None:
             await launcher.start(spec)
 
 
-_PARENT = """
-import argparse, signal, subprocess, sys
-parser = argparse.ArgumentParser()
-parser.add_argument("--parent_pid")
-parser.add_argument("--ready_file")
-worker = '''
-import os, signal, sys
-from pathlib import Path
-partial = Path(sys.argv[1] + ".partial")
-partial.write_text('{"address": "%d"}' % os.getpid())
-partial.rename(sys.argv[1])
-signal.pause()
-'''
-subprocess.Popen([sys.executable, "-c", worker, parser.parse_args().ready_file])
-signal.pause()
-"""
-
-
-@pytest.mark.asyncio
-async def test_what_a_child_started_ends_with_it(tmp_path: Path) -> None:
-    spec = ProcessSpec(name="engine", module="", command=(sys.executable, "-c", _PARENT))
-    async with LocalLauncher(tmp_path / "logs") as launcher:
-        process = await launcher.start(spec)
-        worker = os.pidfd_open(int(await process.ready(_LONG_S)))
-        os.kill(process.pid, signal.SIGKILL)
-    await _ends(worker)
-
-
 @pytest.mark.asyncio
 async def test_a_child_that_fails_is_quoted(
     program: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -219,46 +187,6 @@ async def test_a_child_that_ignores_sigterm_is_killed(program: str, tmp_path: Pa
         assert await process.wait() == -signal.SIGKILL
 
 
-def test_a_child_does_not_outlive_a_killed_parent(program: str, tmp_path: Path) -> None:
-    parent = f"""
-import asyncio
-from pathlib import Path
-from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.launch.process import ProcessSpec
-
-async def main():
-    async with LocalLauncher(Path({str(tmp_path / "logs")!r})) as launcher:
-        spec = ProcessSpec(name="child", module={program!r}, args=("--host", "h"))
-        process = await launcher.start(spec)
-        await process.ready({_LONG_S})
-        print(process.pid, flush=True)
-        await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", parent],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": child_python_path()},
-    ) as process:
-        assert process.stdout is not None
-        child = os.pidfd_open(int(process.stdout.readline()))
-        process.kill()
-    asyncio.run(_ends(child))
-
-
-async def _ends(pidfd: int) -> None:
-    """Waits for the end of a process that is not a child of this one."""
-    loop, ended = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(pidfd, ended.set)
-    try:
-        await ended.wait()
-    finally:
-        loop.remove_reader(pidfd)
-        os.close(pidfd)
-
-
 def test_the_import_path_of_children_is_absolute_and_without_the_standard_library() -> None:
     entries = child_python_path().split(os.pathsep)
     assert all(os.path.isabs(entry) for entry in entries)
@@ -298,7 +226,7 @@ async def test_a_child_that_even_a_kill_does_not_end_is_left_behind(
         process = await launcher.start(_spec(program, "deaf"))
         await process.ready(_LONG_S)
         with monkeypatch.context() as unkillable:
-            unkillable.setattr(os, "killpg", lambda _group, _signal: None)
+            unkillable.setattr("treadle.trainer.launch.local.end_now", lambda _: None)
             await process.stop(grace_s=0.05)
         assert f"child (pid {process.pid}) does not end, 0.05 s after SIGKILL" in caplog.text
         assert await wait_until_ended(process, 0) is None

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from treadle.tracing.child_process import supervised
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.launch.environment import foreign_environment
 
@@ -35,15 +36,16 @@ def ask_command(key: str, command: Sequence[str], *options: str) -> str:
         ConfigError: It does not run, or fails.
     """
     shown = shlex.join((*command, *options))
+    environment = foreign_environment(command[0], {})
     try:
         answer = subprocess.run(
-            (*command, *options),
+            supervised((*command, *options), environment=environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             errors="replace",
             timeout=_ANSWER_DEADLINE_S,
-            env=foreign_environment(command[0], {}),
+            env=environment,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:

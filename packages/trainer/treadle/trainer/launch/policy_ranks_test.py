@@ -7,6 +7,7 @@ import platform
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -145,6 +146,12 @@ async def test_a_rank_that_stands_still_is_waited_for_and_what_fails_later_has_i
     assert ") has given no sign of life for " in handler.said[-1]
 
 
+def _wait_stopped(pid: int) -> None:
+    """Polls, since the kernel reports a stop to the parent only, which is the supervisor."""
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "T":
+        time.sleep(0.01)
+
+
 class _SilenceBesideRank0(Silence):
     """Counts a look only when rank 0 has given a sign since the last one that counted."""
 
@@ -172,7 +179,7 @@ async def test_a_rank_without_a_sign_of_life_is_dead_and_named(
         group._config = group._config.model_copy(update={"unresponsive_s": 3.0})
         pid = launcher.processes["policy-1"].pid
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.to_thread(os.waitid, os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+        await asyncio.to_thread(_wait_stopped, pid)
         with pytest.raises(PolicyError) as error:
             await group.call(_UPDATE, _sequences())
     text = str(error.value)

@@ -1,7 +1,6 @@
 """Processes: one program of the run, started by a launcher on this machine or another.
 
-Invariant: a process never outlives the one that started it. Every program is started with
-`--parent_pid N` and exits when that process is gone (`treadle.agent_loop.child_process`). Closing a
+Invariant: no process outlives the one that started it (`treadle.tracing.child_process`). Closing a
 launcher ends what is left. The program prints to `<name>.log`, whose last lines are part of every
 error about it.
 
@@ -9,13 +8,12 @@ A program that serves others writes `{"address": "host:port", "pid": n}` to its 
 rename. `Process.ready` waits for that file, or for the end of the process.
 """
 
-import os
-import sys
-import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
+from treadle.policy.client.process import RankProcess
+from treadle.tracing.child_process import child_python_path
 from treadle.trainer.config.topology import Devices
 from treadle.trainer.launch.run_tls import RunTls
 
@@ -39,7 +37,7 @@ class LostProcessError(ProcessError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """What to run: `python -m module args --parent_pid N --ready_file F`.
+    """What to run: `python -m module args --ready_file F`.
 
     Attributes:
         name: Unique in the run; names the log.
@@ -63,8 +61,12 @@ class ProcessSpec:
     placement: Literal["any", "spread", "driver"] = "any"
 
 
-class Process(Protocol):
-    """A started program. Methods do not block the event loop."""
+class Process(RankProcess, Protocol):
+    """A started program; `ready` raises kinds of `ProcessError`.
+
+    It raises `LostProcessError` if a signal ended the program, if its node is gone, or if it exited
+    by itself while the kernel of its machine ended a process for memory, as an engine's.
+    """
 
     @property
     def name(self) -> str:
@@ -74,35 +76,6 @@ class Process(Protocol):
     @property
     def node(self) -> str:
         """The name of the machine that it was started on."""
-        ...
-
-    async def ready(self, deadline_s: float) -> str:
-        """Waits until the program serves; returns its `host:port`.
-
-        Raises:
-            LostProcessError: A signal ended it first, or its node is gone; or it exited by itself
-                while the kernel of its machine ended a process for memory, as an engine's.
-            ProcessError: It ended first, or the deadline passed.
-        """
-        ...
-
-    async def wait(self) -> int:
-        """Waits for its end; returns the exit status, or -n if signal n ended it."""
-        ...
-
-    def describe_end(self, status: int) -> str:
-        """Returns how it ended, and on which node, for a message."""
-        ...
-
-    async def log_tail(self, lines: int = 20) -> str:
-        """Returns the last lines that it printed."""
-        ...
-
-    async def stop(self, grace_s: float = 10.0) -> None:
-        """Ends it with SIGTERM, and SIGKILL after `grace_s`; returns when it is gone.
-
-        One that even SIGKILL does not end is left behind with a warning.
-        """
         ...
 
 
@@ -129,19 +102,3 @@ class Launcher(Protocol):
     async def __aexit__(self, *exc_info: object) -> None:
         """Ends every process that still runs."""
         ...
-
-
-def child_python_path() -> str:
-    """Returns the PYTHONPATH with which a child imports what this process imports.
-
-    It is made from `sys.path`, not from the variable: a zipped or sandboxed start adds entries to
-    `sys.path` only, and a relative entry means something else in another directory.
-    """
-    standard = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
-    entries = []
-    for entry in sys.path:
-        path = os.path.abspath(entry or os.curdir)
-        of_python = path in standard or path.endswith(("lib-dynload", ".zip"))
-        if not of_python and os.path.exists(path) and path not in entries:
-            entries.append(path)
-    return os.pathsep.join(entries)

@@ -35,6 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from treadle.tracing.child_process import supervised
 from treadle.trainer.config.launch import RayLaunchConfig
 from treadle.trainer.launch.local import KILLED_S, LocalProcess, describe_exit, read_tail
 from treadle.trainer.launch.process import (
@@ -151,10 +152,7 @@ class _Keeper:
                 "environment there under the same path"
             )
         probe = await asyncio.create_subprocess_exec(
-            self._executable,
-            "-c",
-            _PROBE,
-            *_PACKAGES,
+            *supervised([self._executable, "-c", _PROBE, *_PACKAGES]),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             env={**os.environ, "PYTHONPATH": self._python_path},

@@ -26,13 +26,11 @@ from treadle.trainer.rollout.server_pool import ServerPool
 _PROGRAM = """
 import argparse, os, signal, sys
 from pathlib import Path
-from treadle.agent_loop.child_process import watch_parent, write_ready
+from treadle.tracing.child_process import write_ready
 parser = argparse.ArgumentParser()
-parser.add_argument("--parent_pid", type=int)
 parser.add_argument("--ready_file", type=Path)
 parser.add_argument("--host")
 args = parser.parse_args()
-watch_parent(args.parent_pid)
 print("runs on", sys.executable, "with", os.environ["ANSWER"], "child of", os.getppid())
 write_ready(args.ready_file, f"{args.host}:1")
 signal.pause()

@@ -6,9 +6,7 @@ logger does raises here. What goes wrong first is one warning; what follows is i
 
 import json
 import logging
-import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
+from treadle.tracing.child_process import end_now, supervised
 from treadle.trainer.launch.environment import child_environment
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import child_python_path
@@ -59,14 +58,14 @@ class LoggerProcess:
         try:
             with log_path.open("ab") as log:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "treadle.trainer.loggers.process"],
+                    supervised([sys.executable, "-P", "-m", "treadle.trainer.loggers.process"]),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
                     text=True,
                     encoding="utf-8",
                     env=child_environment(child_python_path(), {}),
-                    # Ctrl-C reaches only the driver, which then ends the group.
+                    # Ctrl-C reaches only the driver, which then ends it.
                     start_new_session=True,
                 )
         except OSError as error:
@@ -121,8 +120,7 @@ class LoggerProcess:
             if self._ended:
                 self._process.wait(max(0.0, until - time.monotonic()))
         self._killed = True
-        with suppress(ProcessLookupError):  # no process of its group is left
-            os.killpg(self._process.pid, signal.SIGKILL)
+        end_now(self._process)
         self._process.wait()
         if self._lost:
             _log.info("logger %s: %d records were lost", self.name, self._lost)

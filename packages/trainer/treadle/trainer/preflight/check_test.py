@@ -245,7 +245,7 @@ def test_what_is_wrong_with_rows_is_said_once_for_all_of_them(rows: Path) -> Non
         rows,
         agent_name={3: "tool_agnt"},
         images={1: ["a.png"], 2: ["b.png"], 3: ["c.png"]},
-        reward_model={2: {"ground_truth": 4}},
+        reward_model={2: {"ground_truth": 4.5}, 3: {"ground_truth": 5.5}},
     )
     with pytest.raises(SeveralProblems) as raised:
         _check(rows=rows)
@@ -254,8 +254,9 @@ def test_what_is_wrong_with_rows_is_said_once_for_all_of_them(rows: Path) -> Non
     assert pictures.endswith("(and 1 more train rows)")
     assert "rows.jsonl, line 3: agent loop 'tool_agnt' is not registered" in loop
     assert (
-        "line 2: reward_model.ground_truth must be a string, got 4, for the reward gsm8k" in truth
-    )
+        "line 2: reward_model.ground_truth must be a string or an integer, got a value of type "
+        "float: write it as text, for the reward gsm8k (and 1 more train rows)"
+    ) in truth
 
 
 def test_a_row_without_the_truth_that_a_rubric_asks_about_is_refused(

@@ -42,12 +42,15 @@ _Inode = tuple[int, int]
 @functools.cache
 def start() -> subprocess.Popen[bytes]:
     """Starts the cleaner of this process and its children; a second call returns the first's."""
+    from treadle.tracing.child_process import ENDS_BY_ITSELF  # this file also runs as a script
+
     return subprocess.Popen(
         (sys.executable, "-I", "-S", __file__, str(os.getpid())),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        # What kills the server's process group must not kill it.
+        # What ends the server must not end it.
+        env={**os.environ, **ENDS_BY_ITSELF},
         start_new_session=True,
     )
 

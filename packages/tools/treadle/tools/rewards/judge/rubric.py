@@ -115,7 +115,7 @@ def read_rubric(path: Path) -> Rubric:
     """
     where = f"the rubric {path}"
     fields = section(
-        read_yaml(path, "rubric"),
+        read_yaml(path, "rubric", literal=True),
         where,
         required=("model", "criteria"),
         optional=(

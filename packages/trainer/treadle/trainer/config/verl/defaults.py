@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from treadle.trainer.config.interpolation import InterpolationError, resolve
+from treadle.tools.interpolation import InterpolationError, resolve
 
 __all__ = ["above", "has_default", "verl_defaults", "verl_keys"]
 

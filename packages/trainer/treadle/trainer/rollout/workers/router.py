@@ -1,4 +1,4 @@
-"""The routing service that a run's loop workers share: its process (`main`), and its owner.
+"""The owner of the routing service (`treadle.agent_loop.rpc.router`) of a run's loop workers.
 
 Invariants:
 
@@ -11,25 +11,22 @@ Invariants:
 Who waits: one task here, for the end of the process, a change of the servers, or the next look.
 """
 
-import argparse
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from treadle.agent_loop import ReplicaUnavailableError
-from treadle.agent_loop.child_process import watch_parent
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
 from treadle.policy.client.process import wait_until_ended
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
 from treadle.trainer.rollout.server_security import server_security
 
-if TYPE_CHECKING:  # the router's own process needs no pool
+if TYPE_CHECKING:
     from treadle.trainer.rollout.server_pool import ServerPool
 
-__all__ = ["RouterLostError", "RunRouter", "main"]
+__all__ = ["RouterLostError", "RunRouter"]
 
 _log = logging.getLogger(__name__)
 _VALID_FOR_S = 5.0
@@ -238,7 +235,7 @@ class RunRouter:
         self._process = await self._launcher.start(
             ProcessSpec(
                 name="router" if not number else f"router-restart-{number}",
-                module="treadle.trainer.rollout.workers.router",
+                module="treadle.agent_loop.rpc.router",
                 args=("--address", address, *self._arguments()),
                 placement="driver",
             )
@@ -258,18 +255,3 @@ class RunRouter:
         if getattr(self._config.launch, "allow_plaintext_on_network", False):
             arguments.append("--insecure_allow_plaintext_beyond_loopback")
         return arguments
-
-
-def main(argv: Sequence[str]) -> int:
-    """Serves until it is told to end, or the process that started it is gone."""
-    from treadle.agent_loop.rpc.router.main import main as serve
-
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--parent_pid", type=int, required=True)
-    own, of_router = parser.parse_known_args(argv)
-    watch_parent(own.parent_pid)
-    return serve(of_router)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -1,9 +1,10 @@
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import pytest
 
-from treadle.trainer.config.interpolation import InterpolationError, resolve
-from treadle.trainer.config.keys import flatten
+from treadle.tools.interpolation import InterpolationError, resolve
 
 TREE: dict[str, Any] = {
     "data": {"n": 300, "rate": 1e-3, "files": ["a", "b"], "off": None, "own": "${.n}"},
@@ -13,8 +14,11 @@ TREE: dict[str, Any] = {
 
 
 def _value(text: str) -> Any:
-    flat = dict(flatten(TREE))
-    return resolve(text, "rollout.val.here", lambda key: flat[key])
+    return resolve(text, "rollout.val.here", _look_up)
+
+
+def _look_up(key: str) -> Any:
+    return reduce(getitem, key.split("."), TREE)
 
 
 # What OmegaConf 2.3 makes of each, in the same tree.
@@ -70,6 +74,6 @@ def test_references_are_resolved_as_omegaconf_does(
     ],
 )
 def test_what_cannot_be_resolved_is_refused(text: str, message: str) -> None:
-    flat = {**dict(flatten(TREE)), "rollout.val.here": text}
+    here = "rollout.val.here"
     with pytest.raises(InterpolationError, match=message):
-        resolve(text, "rollout.val.here", lambda key: flat[key])
+        resolve(text, here, lambda key: text if key == here else _look_up(key))

@@ -2,23 +2,19 @@
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
+import re
 import threading
 from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from treadle.agent_loop import load_import_path
-from treadle.tools import time_limited
-from treadle.tools.time_limited import TimeLimited, TimeLimitedError
+from treadle.agent_loop import load_import_path, time_limited
+from treadle.agent_loop.time_limited import TimeLimited, TimeLimitedError
 
 FUNCTIONS = """
-import os, threading
+import os, re, threading
 
 def broken():
     raise ImportError("math-verify is missing")
@@ -33,10 +29,11 @@ def answer(path):
         return 10 ** 5000
     if path == "pid":
         return os.getpid()
+    if path == "integer":
+        return 10 ** 10 ** 8
     with open(path, "w") as pipe:  # until someone reads
         pipe.write(str(os.getpid()))
-    while True:
-        pass
+    re.match(r"(a+)+$", "a" * 40 + "b")  # longer than anybody waits, with the lock held
 """
 
 
@@ -91,6 +88,20 @@ async def test_a_caller_that_is_cancelled_frees_its_process(functions: Path) -> 
 
 
 @pytest.mark.asyncio
+async def test_code_that_holds_the_lock_ends_at_its_limit_and_is_named(functions: Path) -> None:
+    """Whoever ends it: its own limit, or a caller that waits no longer."""
+    place = re.escape(str(functions)) + r":\d+, in answer"
+    with pytest.raises(TimeoutError, match=f"it was at {place}"):
+        await limited(functions, timeout_s=0.1)("integer")
+    call, pid = await busy_in(functions.parent / "pipe", limited(functions))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError) as cancelled:
+        await call
+    assert re.search(place, cancelled.value.__notes__[0])
+    assert not is_alive(pid)
+
+
+@pytest.mark.asyncio
 async def test_what_cannot_be_sent_is_an_error_and_costs_no_process(functions: Path) -> None:
     function = limited(functions)
     pid = await function("pid")
@@ -114,44 +125,10 @@ async def test_why_a_function_cannot_be_made_is_told(functions: Path) -> None:
 async def test_a_process_that_starts_slowly_is_no_slow_call(
     functions: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing_comes(connection: Connection, timeout_s: float) -> bool:
+    def nothing_comes(_: object, timeout_s: float) -> list[object]:
         assert timeout_s == time_limited._START_S
-        return False
+        return []
 
-    monkeypatch.setattr(Connection, "poll", nothing_comes)
+    monkeypatch.setattr(time_limited, "wait", nothing_comes)
     with pytest.raises(TimeLimitedError, match="its process did not start within 120 s"):
         await limited(functions, timeout_s=1)("pid")
-
-
-ORPHANS = """
-import asyncio, sys
-from functools import partial
-from pathlib import Path
-from treadle.tools.time_limited import TimeLimited
-from treadle.agent_loop import load_import_path
-
-def make():
-    return load_import_path({reference!r}, "function")
-
-if __name__ == "__main__":
-    function = TimeLimited(make, name="test", timeout_s=600, processes=1)
-    asyncio.run(function({pipe!r}))
-"""
-
-
-def test_a_busy_process_does_not_outlive_a_program_that_is_killed(functions: Path) -> None:
-    pipe, script = functions.parent / "pipe", functions.parent / "program.py"
-    os.mkfifo(pipe)
-    reference = f"{functions}:answer"
-    script.write_text(ORPHANS.format(reference=reference, pipe=str(pipe)))
-    # The processes keep the standard output of the program: it ends with the last of them.
-    with subprocess.Popen(
-        [sys.executable, str(script)],
-        stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as program:
-        child = int(pipe.read_text())
-        assert is_alive(child)
-        program.send_signal(signal.SIGKILL)
-        assert program.stdout is not None
-        assert program.stdout.read() == b""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.trainer.config.scalars import ScalarError, parse_value
+from treadle.tools.scalars import ScalarError, parse_value
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from treadle.trainer.config.scalars import ScalarError, parse_value
+from treadle.tools.scalars import ScalarError, parse_value
 
 __all__ = ["InterpolationError", "resolve"]
 
