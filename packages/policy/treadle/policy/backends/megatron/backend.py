@@ -47,6 +47,7 @@ from treadle.policy.backends.megatron.prefixes import plan
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.backends.ranks import save_folder
 from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -443,7 +444,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         collected = self._adapter()
         if collected is None:
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
-        checkpoint.save_folder(collected.write, folder, self.world)
+        save_folder(collected.write, folder)
 
     def _adapter(self) -> adapter.CollectedAdapter | None:
         """Returns the adapter, whole on rank 0, None without LoRA; collective."""
