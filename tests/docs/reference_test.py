@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+from treadle.policy.backends.fsdp.model_types import IN_ROWS, PACKED
+from treadle.policy.backends.fsdp.model_types import REFUSED as REFUSED_BY_FSDP
 from treadle.policy.backends.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
 from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
@@ -41,6 +43,17 @@ def test_the_architectures_that_can_be_trained_are_written() -> None:
     assert values == {name: [str(v) for v in accepted] for name, accepted in ACCEPTED.items()}
     text = (ROOT / "docs" / "models.md").read_text()
     assert [name for name in REFUSED if f"`{name}`" not in text] == []
+
+
+def test_the_types_of_the_fsdp_backend_are_written() -> None:
+    def types(cell: str) -> list[str]:
+        return re.findall("`(.*?)`", cell)
+
+    rows = table("models.md", "sequences")
+    assert [types(row[1]) for row in rows] == [sorted(part) for part in (PACKED, IN_ROWS)]
+    assert [re.findall(r"\d+", row[0]) for row in rows] == [[f"{len(PACKED)}"], [f"{len(IN_ROWS)}"]]
+    refused = table("models.md", "why it is refused")
+    assert {name: row[0] for row in refused for name in types(row[1])} == REFUSED_BY_FSDP
 
 
 def test_the_models_that_ship_are_written() -> None:

@@ -26,6 +26,10 @@ def describe(name: BackendName) -> BackendDescription:
             from treadle.policy.backends.megatron.description import MegatronDescription
 
             return MegatronDescription()
+        case "fsdp":
+            from treadle.policy.backends.fsdp.description import FsdpDescription
+
+            return FsdpDescription()
         case "fake":
             from treadle.policy.testing.fake.description import FakeDescription
 
@@ -63,6 +67,8 @@ def build(
             # which a killed process leaves behind.
             with _hidden("wandb"):
                 from treadle.policy.backends.megatron.backend import MegatronPolicy as backend
+        case "fsdp":
+            from treadle.policy.backends.fsdp.backend import FsdpPolicy as backend
         case "fake":
             from treadle.policy.testing.fake.backend import FakePolicy as backend
         case unknown:

@@ -7,7 +7,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 __all__ = [
     "ADAPTER",
@@ -19,6 +19,8 @@ __all__ = [
     "copy_files",
     "missing_weights",
     "quantisation",
+    "tensor_shapes",
+    "weight_files",
 ]
 
 SINGLE: Final = "model.safetensors"
@@ -50,6 +52,20 @@ def copy_files(source: Path, target: Path, patterns: Iterable[str] = MODEL_FILES
             shutil.copyfile(file, place)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the files with the weights of a folder, sorted.
+
+    Raises:
+        FileNotFoundError: One is missing.
+    """
+    if (missing := missing_weights(folder)) is not None:
+        raise FileNotFoundError(f"{folder} has {missing}")
+    if not (folder / INDEX).is_file():
+        return [folder / SINGLE]
+    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
+    return sorted({folder / name for name in shards})
+
+
 def missing_weights(folder: Path) -> str | None:
     """Returns which file of the weights a folder lacks, for a message; None if all are there."""
     if not (folder / INDEX).is_file():
@@ -70,14 +86,19 @@ def quantisation(folder: Path) -> str | None:
     if (folder / _MODELOPT).is_file():
         return f"{_MODELOPT} is beside config.json"
     for file in sorted(folder.glob(WEIGHT_FILES[0])):
-        for name, stored in _tensor_types(file):
-            if "weight" in name and stored not in _WHOLE_TYPES:
+        for name, tensor in _tensors(file):
+            if "weight" in name and (stored := tensor["dtype"]) not in _WHOLE_TYPES:
                 return f"{file.name} stores {name} as {stored}"
     return None
 
 
-def _tensor_types(file: Path) -> Iterator[tuple[str, str]]:
-    """Yields the name and the element type of each tensor of a safetensors file."""
+def tensor_shapes(file: Path) -> Iterator[list[int]]:
+    """Yields the shape of each tensor of a safetensors file."""
+    return (tensor["shape"] for _, tensor in _tensors(file))
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the name of each tensor of a safetensors file, and what its header says of it."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = stream.read(size) if size < file.stat().st_size else b"{}"
@@ -85,4 +106,4 @@ def _tensor_types(file: Path) -> Iterator[tuple[str, str]]:
         tensors = json.loads(header)
     except ValueError:
         return  # what reads the weights refuses a damaged file
-    yield from ((name, t["dtype"]) for name, t in tensors.items() if name != "__metadata__")
+    yield from ((name, tensor) for name, tensor in tensors.items() if name != "__metadata__")

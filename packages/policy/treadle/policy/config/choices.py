@@ -4,7 +4,7 @@ from typing import Literal
 
 __all__ = ["BackendName", "ElementType", "LossAggregation", "SharePrefixes"]
 
-BackendName = Literal["megatron", "fake"]
+BackendName = Literal["megatron", "fsdp", "fake"]
 
 ElementType = Literal["float32", "bfloat16"]
 

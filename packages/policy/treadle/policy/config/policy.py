@@ -217,8 +217,10 @@ class PolicyConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     backend: BackendName = "megatron"
-    """What computes the policy. megatron: Megatron-core. fake: a model without its layers, in one
-    process, for trying out everything around a policy; it starts in a moment and learns little."""
+    """What computes the policy. megatron: Megatron-core. fsdp: transformers' own modules, sharded
+    by torch's FSDP2, for types of models that Megatron-core does not compute. fake: a model without
+    its layers, in one process, for trying out everything around a policy; it starts in a moment and
+    learns little."""
     command: tuple[str, ...] = ()
     """Program and leading arguments that start a rank in an environment of its own, with another
     Python and another torch, such as /opt/policy/bin/treadle-policy-rank; the rank does not see the

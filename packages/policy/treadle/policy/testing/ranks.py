@@ -30,6 +30,7 @@ from typing import Any, Final
 # What every rank imports: the policy, and what that imports when it is built and first trained.
 _PRELOADED: Final = (
     "treadle.policy.backends.megatron.backend",
+    "treadle.policy.backends.fsdp.backend",
     "transformers.models.auto.configuration_auto",
     "torch._dynamo",
 )

@@ -143,6 +143,15 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     for line, fix in zip(said, cannot.values(), strict=True):
         assert line.startswith("policy.backend=fake has no ")
         assert line.endswith(f": set {fix}, or policy.backend=megatron")
+    cannot = {f"policy.parallel.{n}=2": f"policy.parallel.{n}=1" for n in ("pipeline", "context")}
+    with pytest.raises(SeveralProblems) as raised:
+        _check("policy.backend=fsdp", *cannot, rows=rows)
+    assert [str(error) for error in raised.value.errors] == [
+        f"policy.backend=fsdp has no {size}: set {fix}, or policy.backend=megatron"
+        for size, fix in cannot.items()
+    ]
+    lines = dict(_check("policy.backend=fsdp", rows=rows).plan.rows())
+    assert lines["architecture"] == "qwen2, 919680 parameters, context of 1024 tokens"
     lines = dict(_check("policy.backend=fake", rows=rows).plan.rows())
     assert lines["architecture"] == "qwen2, 131200 parameters, context of 1024 tokens"
     _change_json(model / "config.json", model_type="phi3")

@@ -18,8 +18,8 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.policy.algorithms.mismatch import mismatch_metrics
-from treadle.policy.backend import LossFn, LossInputs, PolicyBackend, Rendezvous
+from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends.hf_weights import WeightsReader
+from treadle.policy.backends.loss_batch import StatsCollector
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.context.rows import row_multiple
@@ -46,6 +46,7 @@ from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, P
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.backends.ranks import save_folder
 from treadle.policy.client import prefixes
 from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
 from treadle.policy.client.types import (
@@ -53,7 +54,6 @@ from treadle.policy.client.types import (
     LossStats,
     NamedTensor,
     TensorSpec,
-    TokenValues,
 )
 from treadle.policy.config.policy import LoraConfig
 
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import Frame, LossOutput
+    from treadle.policy.backend import Frame
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
@@ -279,18 +279,20 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
         ]
         micro_batches = self.micro_batches(packer, sequences, computed)
-        collector = _StatsCollector(loss, packer, computed, self.world, keep_tokens=keep_tokens)
+        collector = StatsCollector(
+            loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
+        )
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
             logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
             inputs = micro.loss_inputs(logprobs_T, entropy_T)
             output = loss(inputs)
-            collector.add(micro, inputs, output)
+            collector.add(micro, micro.num_rows, inputs, output)
             return (output.loss_T * micro.weights_T).sum()
 
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
-        collected = collector.reduce(micro_batches)
+        collected = collector.reduce(len(micro_batches))
         return LossStats(
             loss=collected.loss,
             num_sequences=len(sequences),
@@ -437,7 +439,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         collected = self._adapter()
         if collected is None:
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
-        checkpoint.save_folder(collected.write, folder, self.world)
+        save_folder(collected.write, folder)
 
     def _adapter(self) -> adapter.CollectedAdapter | None:
         """Returns the adapter, whole on rank 0, None without LoRA; collective."""
@@ -459,113 +461,3 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             if lora.rank
             else None,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Collected:
-    """A step's statistics, the same on every rank."""
-
-    loss: float
-    num_rows: int
-    num_micro_batches: int
-    metrics: Mapping[str, float]
-    tokens: TokenValues | None
-
-
-class _StatsCollector:
-    """Sums each micro-batch's statistics over loss tokens; ranks are reduced once, at the end.
-
-    Invariant: a metric is a mean over the loss tokens that went through the model, exact for any
-    cut of the batch; if none did, there are no metrics. The difference to the rollout engine is
-    kept per token, since a percentile cannot be reduced from parts.
-    """
-
-    def __init__(
-        self,
-        loss: LossFn,
-        packer: Packer,
-        computed: Sequence[int],
-        world: parallel.World,
-        *,
-        keep_tokens: bool,
-    ) -> None:
-        """Args are those of the step; `computed` are the sequences that go through the model."""
-        self._world = world
-        self._names = ["actor/entropy", *_metric_names(loss)]
-        self._slots_M = packer.slots(computed)
-        at = self._slots_M.device
-        self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
-        # Of each loss token: the difference to the rollout engine, and 1 if it is stale.
-        self._gaps_2M = torch.zeros(2, packer.num_loss_tokens, device=at)
-        self._has_rollout = packer.has("rollout_logprobs")
-        # Log-probability and entropy of each loss token.
-        self._tokens_2M = torch.zeros(2, packer.num_loss_tokens, device=at) if keep_tokens else None
-
-    @torch.no_grad()
-    def add(self, micro: MicroBatch, inputs: LossInputs, output: LossOutput) -> None:
-        """Counts one micro-batch."""
-        if not self._world.speaks:
-            return
-        weighted_T = output.loss_T.detach() * micro.weights_T
-        rows = torch.tensor(micro.num_rows, device=self._sums.device)
-        values = [rows, weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
-        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
-        if inputs.rollout_logprobs_T is not None:
-            gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
-            self._gaps_2M[:, micro.slots_T] = torch.stack([gaps_T, micro.stale_T.to(gaps_T.dtype)])
-        if self._tokens_2M is not None:
-            self._tokens_2M[:, micro.slots_T] = torch.stack(
-                [inputs.logprobs_T.detach().float(), inputs.entropy_T.detach().float()]
-            )
-
-    @torch.no_grad()
-    def reduce(self, micro_batches: MicroBatches) -> _Collected:
-        """Collective: the sums over all ranks."""
-        count = torch.tensor(len(micro_batches), device=self._sums.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        dist.all_reduce(self._sums)
-        rows, loss, *sums = self._sums.tolist()
-        tokens = len(self._slots_M)
-        if not tokens:
-            return _Collected(
-                loss=loss, num_rows=0, num_micro_batches=0, metrics={}, tokens=self._kept()
-            )
-        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
-        if self._has_rollout:
-            dist.all_reduce(self._gaps_2M)
-            gaps_M, stale_M = self._gaps_2M[:, self._slots_M]
-            metrics |= mismatch_metrics(gaps_M, stale_M.bool())
-        return _Collected(
-            loss=loss,
-            num_rows=int(rows),
-            num_micro_batches=int(count),
-            metrics=metrics,
-            tokens=self._kept(),
-        )
-
-    def _kept(self) -> TokenValues | None:
-        """Collective: the values of each loss token, if they are kept."""
-        if self._tokens_2M is None:
-            return None
-        dist.all_reduce(self._tokens_2M)
-        values_2M = torch.full_like(self._tokens_2M, torch.nan)
-        values_2M[:, self._slots_M] = self._tokens_2M[:, self._slots_M]
-        logprobs_M, entropy_M = values_2M.cpu().numpy()
-        return TokenValues(logprobs_M=logprobs_M, entropy_M=entropy_M)
-
-
-def _metric_names(loss: LossFn) -> list[str]:
-    """Asked of the loss itself, as a rank may have no micro-batch to see them in."""
-    empty = torch.zeros(0)
-    nothing = LossInputs(
-        logprobs_T=empty,
-        entropy_T=empty,
-        advantages_T=empty,
-        old_logprobs_T=empty,
-        rollout_logprobs_T=empty,
-        ref_logprobs_T=empty,
-        stale_T=empty.bool(),
-        sample_lengths_S=torch.zeros(0, dtype=torch.int64),
-        selected_T=empty.bool(),
-    )
-    return list(loss(nothing).metrics_T)

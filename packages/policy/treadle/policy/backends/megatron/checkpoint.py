@@ -36,6 +36,7 @@ from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.hf_weights import write_folder
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.lora.linears import is_adapter
+from treadle.policy.backends.ranks import explain, together
 from treadle.policy.client.types import NamedTensor, TensorSpec
 
 device.install()
@@ -193,10 +194,10 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
         building.rename(directory)
 
     try:
-        _together(prepare if first else None, directory)
+        together(prepare if first else None, directory)
         sharded, _ = save_preprocess(state.sharded(loading=False))
-        _together(lambda: _write_tensors(sharded, building), directory)
-        _together(finish if first else None, directory)
+        together(lambda: _write_tensors(sharded, building), directory)
+        together(finish if first else None, directory)
     except CheckpointError:
         if first:
             shutil.rmtree(building, ignore_errors=True)
@@ -227,7 +228,7 @@ def load(state: PolicyState, directory: Path) -> int:
     try:
         loaded = dist_checkpointing.load(state.sharded(loading=True), str(directory))
     except (CheckpointException, CheckpointingException) as error:
-        raise CheckpointError(f"{directory} is damaged: {_explain(error)}") from error
+        raise CheckpointError(f"{directory} is damaged: {explain(error)}") from error
     state.fill(loaded, adam_steps=common["adam_steps"])
     return int(common["step"])
 
@@ -272,29 +273,7 @@ def save_hf(
         for _ in everything:  # take part to the end, so that no other rank waits for us
             pass
 
-    _together(write if w.rank == 0 else None, folder, meanwhile=drain)
-
-
-def save_folder(write: Callable[[Path], None], folder: Path, world: World) -> None:
-    """Makes `folder`, of the files that `write` puts into it on rank 0; collective.
-
-    Raises:
-        CheckpointError: It could not be written; on every rank.
-    """
-    building = folder.with_name(f".{folder.name}.writing")
-
-    def make() -> None:
-        if folder.exists():
-            raise FileExistsError(f"{folder} exists")
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-        try:
-            write(building)
-            building.rename(folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-
-    _together(make if world.rank == 0 else None, folder)
+    together(write if w.rank == 0 else None, folder, meanwhile=drain)
 
 
 def collect(
@@ -329,48 +308,3 @@ def _write_tensors(sharded: dict[str, Any], directory: Path) -> None:
             dedup_replicated_tensors=False, flatten_state_dict=False
         ),
     )
-
-
-def _together(
-    action: Callable[[], None] | None,
-    place: Path,
-    *,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
-    """Runs `action` where it is given, and fails on every rank if it failed on any.
-
-    Args:
-        action: This rank's part, or None.
-        meanwhile: Run by ranks without an action, and by those whose action failed.
-    """
-    problem = None
-    try:
-        if action is not None:
-            action()
-    except (OSError, CheckpointException, RuntimeError) as error:
-        problem = _explain(error)
-    if meanwhile is not None and (action is None or problem is not None):
-        meanwhile()
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    for rank, text in enumerate(problems):
-        if text is not None:
-            free = shutil.disk_usage(_existing(place)).free
-            raise CheckpointError(
-                f"cannot write {place} (rank {rank}): {text} ({free >> 20} MiB are free there)"
-            )
-
-
-def _existing(place: Path) -> Path:
-    """Returns the nearest directory above `place` that is there."""
-    return next(path for path in place.absolute().parents if path.is_dir())
-
-
-def _explain(error: BaseException) -> str:
-    """Returns the first cause in one line, without torch's tracebacks of every rank."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error, _ = next(iter(error.failures.values()))
-    text = str(error).partition("\n")[0]
-    if "inline_container" in text:  # torch's archive writer hides the system's error
-        return "the system took only part of the data; is the disk or a quota full?"
-    return f"{type(error).__name__}: {text}"

@@ -30,8 +30,8 @@ from typing import Any, Final
 import torch
 
 from treadle.policy.backends.megatron import VERSION, VERSIONS
-
-CPU: Final = torch.device("cpu")
+from treadle.policy.backends.ranks import CPU
+from treadle.policy.backends.ranks import device as device
 
 _FACTORIES: Final = (
     "arange",
@@ -92,11 +92,6 @@ def install(*, trace: bool = False) -> bool:
 def patched_sites() -> Counter[tuple[str, str]]:
     """(what was asked for, "file:function" that asked) with counts, since `install(trace=True)`."""
     return Counter(_hits or {})
-
-
-def device() -> torch.device:
-    """Returns where the policy's tensors live."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
 
 
 def _check_version() -> None:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from treadle.policy.backend import LossInputs
+from treadle.policy.backends.loss_batch import LossBatch, MicroBatchTokens
 from treadle.policy.backends.megatron.attention import Segments, take_rows
 from treadle.policy.backends.megatron.context.attention import ContextSegments
 from treadle.policy.backends.megatron.context.loss_tokens import LossTokens
@@ -29,20 +29,19 @@ from treadle.policy.backends.megatron.context.rows import rows_of_ranks
 from treadle.policy.backends.megatron.experts.routing import Routing, replayed_indices
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
 from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
-from treadle.policy.client.batch import check_optional_fields, input_length
+from treadle.policy.client.batch import input_length
 from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike, NDArray
+    from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
-    from treadle.agent_loop import FloatArray
     from treadle.policy.backends.megatron.architecture import Architecture
     from treadle.policy.backends.megatron.vision.rows import ImagePacker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(MicroBatchTokens):
     """The input of one forward pass on one rank."""
 
     ids_1P: Tensor
@@ -56,16 +55,6 @@ class MicroBatch:
     targets_K: Tensor
     spread: LossTokens | None
     """With context parallelism the loss tokens that are predicted here; None: all."""
-    slots_T: Tensor
-    """Index of each loss token among the loss tokens of the whole batch."""
-    weights_T: Tensor
-    advantages_T: Tensor
-    rollout_logprobs_T: Tensor | None
-    old_logprobs_T: Tensor | None
-    ref_logprobs_T: Tensor | None
-    stale_T: Tensor
-    sample_lengths_S: Tensor
-    selected_T: Tensor | None
 
     @property
     def num_rows(self) -> int:
@@ -82,23 +71,8 @@ class MicroBatch:
         """Returns the [T] values of all loss tokens; collective over the context group."""
         return values_K if self.spread is None else self.spread.of_all_ranks(values_K)
 
-    def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
-        """Returns the input of the loss, given the output of the model."""
-        old_T = self.old_logprobs_T
-        return LossInputs(
-            logprobs_T=logprobs_T,
-            entropy_T=entropy_T,
-            advantages_T=self.advantages_T,
-            old_logprobs_T=logprobs_T.detach() if old_T is None else old_T,
-            rollout_logprobs_T=self.rollout_logprobs_T,
-            ref_logprobs_T=self.ref_logprobs_T,
-            stale_T=self.stale_T,
-            sample_lengths_S=self.sample_lengths_S,
-            selected_T=self.selected_T,
-        )
 
-
-class Packer:
+class Packer(LossBatch):
     """Builds the micro-batches of one batch."""
 
     def __init__(
@@ -124,37 +98,17 @@ class Packer:
             images: Finds the images of a model that sees; None: it reads text only.
 
         Raises:
-            ValueError: Only some of the sequences have one of the optional log-probabilities, or
-                `selected`; or some have images, and the model reads text only.
+            ValueError: See `LossBatch`; or some have images, and the model reads text only.
         """
-        check_optional_fields(sequences)
         if images is None and any(sequence.images for sequence in sequences):
             raise ValueError("sequences have images, and the model has no vision tower")
-        self._sequences = sequences
-        self._weights = weights
-        self._at = at
+        super().__init__(sequences, weights, at=at)
         self._row_multiple = row_multiple
         self._context = context
         self._replaying = replaying
         self._images = images
         if images is not None:
             images.start_batch()
-        self._positions = [sequence.loss_positions for sequence in sequences]
-        self._offsets = [0, *accumulate(len(p) for p in self._positions)]
-
-    @property
-    def num_loss_tokens(self) -> int:
-        """Number of loss tokens of the whole batch, that is of slots."""
-        return self._offsets[-1]
-
-    def has(self, name: str) -> bool:
-        """Returns whether the batch carries the optional log-probabilities of this name."""
-        return bool(self._sequences) and getattr(self._sequences[0], name) is not None
-
-    def slots(self, indices: Sequence[int]) -> Tensor:
-        """Returns the slots of some sequences, on the device."""
-        runs = [np.arange(self._offsets[i], self._offsets[i + 1]) for i in indices]
-        return self._joined(runs, np.int64)
 
     def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
         """Returns the rows of `micro_batch` for these arguments, without padding."""
@@ -175,8 +129,7 @@ class Packer:
             RuntimeError: Another data-parallel group has the values of a sequence.
         """
         chosen = [(self._sequences[i], self._positions[i]) for i in indices]
-        if any(sequence.is_outline for sequence, _ in chosen):
-            raise RuntimeError(f"sequences {list(indices)} have values on other ranks only")
+        loss_tokens = self.loss_tokens(indices)
         lengths = [input_length(sequence) for sequence, _ in chosen]
         skipped = [0] * len(lengths) if overlaps is None else overlaps
         own = [range(o, n) for o, n in zip(skipped, lengths, strict=True)]
@@ -218,7 +171,6 @@ class Packer:
             segments = Segments.of_lengths(lengths, self._at)
         else:
             segments = TreeSegments.of_tree(lengths, overlaps, self._at)
-        weights = [np.full(len(self._positions[i]), self._weights[i]) for i in indices]
         if self._images is not None:
             places = None if self._context is None else place
             segments.images = self._images.rows([s for s, _ in chosen], own, places, self._at)
@@ -235,19 +187,7 @@ class Packer:
             predictors_K=self._tensor(rows, torch.int64),
             targets_K=self._tensor(targets, torch.int64),
             spread=spread,
-            slots_T=self.slots(indices),
-            weights_T=self._joined(weights, np.float32),
-            advantages_T=self._joined([s.at_loss_tokens("advantages") for s, _ in chosen]),
-            rollout_logprobs_T=self._at_loss_tokens(chosen, "rollout_logprobs"),
-            old_logprobs_T=self._at_loss_tokens(chosen, "old_logprobs"),
-            ref_logprobs_T=self._at_loss_tokens(chosen, "ref_logprobs"),
-            stale_T=self._joined([s.flags_at_loss_tokens("stale") for s, _ in chosen], np.bool_),
-            sample_lengths_S=self._tensor([len(ts) for _, ts in chosen], torch.int64),
-            selected_T=(
-                self._joined([s.flags_at_loss_tokens("selected") for s, _ in chosen], np.bool_)
-                if self.has("selected")
-                else None
-            ),
+            **loss_tokens,
         )
 
     def blank(self) -> MicroBatch:
@@ -304,25 +244,6 @@ class Packer:
         rows = [(s.routed_experts, places) for (s, _), places in zip(chosen, own, strict=True)]
         indices_PLK = replayed_indices(rows, self._replaying, padding=padding)
         return None if indices_PLK is None else indices_PLK.to(self._at, non_blocking=True)
-
-    def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:
-        """Returns values by slot as one [L] array per sequence, 0.0 outside the loss mask."""
-        ends = zip(self._sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
-        return [sequence.aligned(values_M[begin:end]) for sequence, begin, end in ends]
-
-    def _at_loss_tokens(
-        self, chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]], name: str
-    ) -> Tensor | None:
-        if not self.has(name):
-            return None
-        return self._joined([sequence.at_loss_tokens(name) for sequence, _ in chosen])
-
-    def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
-        joined = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
-        return torch.from_numpy(joined).to(self._at, non_blocking=True)
-
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
 
 
 class MicroBatches:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from treadle.policy.backend import Frame, Rendezvous
 from treadle.policy.backends.megatron import device
+from treadle.policy.backends.ranks import join
 
 device.install()
 
@@ -25,25 +26,6 @@ from megatron.core import parallel_state, tensor_parallel  # noqa: E402
 
 if TYPE_CHECKING:
     from treadle.policy.config.policy import ParallelConfig
-
-
-_STORES: Any = dist  # torch does not declare them
-
-
-def _store(place: Rendezvous) -> Any:
-    """Returns the key-value store that torch's process group starts from."""
-    if place.world_size == 1:
-        return _STORES.HashStore()
-    if place.shared_file is not None:
-        return _STORES.FileStore(str(place.shared_file), place.world_size)
-    return _STORES.TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
-        is_master=place.rank == 0,
-        timeout=timedelta(seconds=place.timeout_s),
-        master_listen_fd=place.listener,
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,14 +155,7 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         ValueError: The rendezvous is for another number of ranks than `parallel` makes.
         RuntimeError: A world is already up in this process.
     """
-    if rendezvous.world_size != parallel.num_ranks:
-        raise ValueError(
-            f"parallel sizes {parallel.sizes} need {parallel.num_ranks} ranks, but "
-            f"{rendezvous.world_size} were started"
-        )
-    if dist.is_initialized():
-        raise RuntimeError("this process already belongs to a policy; close its world first")
-    _join(rendezvous)
+    join(parallel, rendezvous)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -224,16 +199,3 @@ def _siblings(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup
         if dist.get_rank() in ranks:
             mine = group
     return mine
-
-
-def _join(rendezvous: Rendezvous) -> None:
-    on_gpu = torch.cuda.is_available()
-    if on_gpu:
-        torch.cuda.set_device(rendezvous.local_rank)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=_store(rendezvous),
-        rank=rendezvous.rank,
-        world_size=rendezvous.world_size,
-        timeout=timedelta(seconds=rendezvous.timeout_s),
-    )

@@ -31,7 +31,7 @@ from treadle.policy.client.batch import (
     pack,
     token_weights,
 )
-from treadle.policy.client.hf_files import INDEX, SINGLE, missing_weights
+from treadle.policy.client.hf_files import weight_files
 from treadle.policy.client.types import (
     LOGPROB_FIELDS,
     LossStats,
@@ -376,27 +376,13 @@ class FakePolicy(PolicyBackend):
         """See `PolicyBackend.close`; there are no other ranks."""
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """Returns the files with the weights of a folder, sorted.
-
-    Raises:
-        FileNotFoundError: One is missing.
-    """
-    if (missing := missing_weights(folder)) is not None:
-        raise FileNotFoundError(f"{folder} has {missing}")
-    if not (folder / INDEX).is_file():
-        return [folder / SINGLE]
-    shards = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()
-    return sorted({folder / name for name in shards})
-
-
 def _read(folder: Path) -> tuple[FakeModel, Weights]:
     """Returns the sizes and all weights of a model folder."""
     from safetensors import deserialize
 
     model = FakeDescription().read_model(folder)
     weights: Weights = {}
-    for file in _weight_files(folder):
+    for file in weight_files(folder):
         for name, stored in deserialize(file.read_bytes()):  # type: ignore[no-untyped-call]
             numbers = _as_float32(stored["dtype"], stored["data"])
             if numbers is None:

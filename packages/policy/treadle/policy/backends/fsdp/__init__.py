@@ -1,0 +1,8 @@
+"""The policy on transformers' own modules, sharded by torch's FSDP2.
+
+- `backend`: log-probabilities, updates, references, weights and checkpoints.
+- `net`: the model behind one call, which gives log-probabilities of loss tokens.
+- `attention`: packed sequences that see only themselves.
+- `batches`: how sequences become the input of one forward pass.
+- `description`: which models and settings, without torch.
+"""

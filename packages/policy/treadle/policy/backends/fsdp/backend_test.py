@@ -1,0 +1,26 @@
+"""The FSDP backend keeps the policy contract."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Final
+
+from treadle.policy.config.choices import BackendName
+from treadle.policy.testing.layout_contract import Rounds, case
+from treadle.policy.testing.policy_contract import PolicyContract
+
+ROUNDS: Final[Rounds] = [
+    [case("qwen2", data=2)],
+    [case("llama-untied", data=2)],
+    [case("qwen2", lengths=(20,), data=2)],  # one of the ranks has nothing to compute
+    [case("qwen3-untied", recompute="full", data=2)],
+]
+
+
+class TestFsdpPolicy(PolicyContract):
+    backend: ClassVar[BackendName] = "fsdp"
+    models: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
+        **{name: (name, {}) for name in ("gemma2", "gemma3_text", "llama", "qwen3")},
+        "llama-untied": ("llama", {"tied": False}),
+    }
+    rounds: ClassVar[Rounds] = ROUNDS
+    writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {"folder": ({"data": 2}, 0)}
+    readers: ClassVar[tuple[tuple[Mapping[str, Any], int], ...]] = (({"data": 2}, 0),)

@@ -1,0 +1,192 @@
+"""What the FSDP backend says before a rank starts; see `backends.description`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Final
+
+from treadle.policy.backends.description import (
+    BackendDescription,
+    Capabilities,
+    MemoryEstimate,
+    ModelShape,
+    UnsupportedModelError,
+)
+from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.client.hf_files import (
+    missing_weights,
+    quantisation,
+    tensor_shapes,
+    weight_files,
+)
+
+if TYPE_CHECKING:
+    from treadle.policy.config.choices import BackendName
+    from treadle.policy.config.policy import LoraConfig, ParallelConfig, PolicyConfig
+
+
+_BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpModel(ModelShape):
+    """What the backend says of a model.
+
+    Attributes:
+        ffn_size: Columns of the feed-forward part, of all experts that a token goes to.
+        stored: Number of weights in the folder's files; 0 where there are none.
+    """
+
+    ffn_size: int
+    stored: int
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of weights that are trained."""
+        return self.stored
+
+
+class FsdpDescription(BackendDescription):
+    """Reads config.json by transformers' own classes, which need no torch."""
+
+    name: ClassVar[BackendName] = "fsdp"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        parallel=frozenset({"data"}),
+        dtypes=("float32", "bfloat16"),
+        other_reference=True,
+        recompute=True,
+    )
+    model_types: Collection[str] = MODEL_TYPES
+    vision_types: Collection[str] = ()
+
+    def read_model(self, folder: Path) -> FsdpModel:
+        """See `BackendDescription.read_model`."""
+        from transformers import AutoConfig
+
+        file = folder / "config.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no config.json; expected a Hugging Face model folder"
+            )
+        model_type = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+        if (why := REFUSED.get(model_type)) is not None:
+            raise UnsupportedModelError(
+                f"model type {model_type!r} is not supported by the fsdp backend: {why}"
+            )
+        if model_type not in MODEL_TYPES:
+            raise UnsupportedModelError(
+                f"model type {model_type!r} is not among those that the fsdp backend is tested with"
+            )
+        if (found := quantisation(folder)) is not None:
+            raise UnsupportedModelError(
+                f"the weights are quantised, which is not read: {found}; take the model's "
+                "publication in bfloat16, or dequantise it"
+            )
+        whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = whole.get_text_config()
+        if found_ropes := {*_rope_types(getattr(config, "rope_parameters", None))} & _BY_LENGTH:
+            raise UnsupportedModelError(
+                f"rope_type={found_ropes.pop()!r} is not supported by the fsdp backend: positions "
+                "depend on the longest sequence of a micro-batch"
+            )
+
+        def size(*names: str, default: int = 0) -> int:
+            # Of one that differs by layer, transformers raises an error; the usual one will do.
+            found = (vars(config).get(name) or getattr(config, name, None) for name in names)
+            return next((int(value) for value in found if isinstance(value, int)), default)
+
+        hidden = size("hidden_size", "d_model", "n_embd")
+        heads = size("num_attention_heads", default=1)
+        chosen = size("num_experts_per_tok") * size("moe_intermediate_size", "intermediate_size")
+        files = [] if missing_weights(folder) else weight_files(folder)
+        return FsdpModel(
+            model_type=model_type,
+            num_layers=size("num_hidden_layers"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=size("num_key_value_heads", default=heads),
+            head_dim=size("head_dim", default=hidden // heads),
+            vocab_size=size("vocab_size"),
+            max_positions=size("max_position_embeddings", default=2**31),
+            norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
+            tied=bool(getattr(whole, "tie_word_embeddings", False)),
+            ffn_size=chosen or size("intermediate_size", default=4 * hidden),
+            stored=sum(math.prod(shape) for each in files for shape in tensor_shapes(each)),
+        )
+
+    def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
+        """See `BackendDescription.split_problems`; any number of ranks shards any model."""
+        return iter(())
+
+    def training_problems(self, model: FsdpModel, policy: PolicyConfig) -> Iterator[str]:
+        """See `BackendDescription.training_problems`."""
+        if policy.moe.routing_replay or policy.moe.aux_loss_coef:
+            yield (
+                "policy.backend=fsdp has no policy.moe: leave it out, or set "
+                "policy.backend=megatron"
+            )
+        if policy.recompute == "selective":
+            yield (
+                "policy.backend=fsdp has no policy.recompute=selective: set policy.recompute=full "
+                "or none"
+            )
+
+    def reference_problems(self, model: FsdpModel, reference: FsdpModel) -> Iterator[str]:
+        """See `BackendDescription.reference_problems`."""
+        return iter(())
+
+    def adapters(self, model: FsdpModel, lora: LoraConfig) -> tuple[Sequence[str], int]:
+        """See `BackendDescription.adapters`."""
+        raise UnsupportedModelError("policy.backend=fsdp has no adapters")
+
+    def memory(
+        self,
+        model: FsdpModel,
+        policy: PolicyConfig,
+        *,
+        rows: int,
+        reference: bool = False,
+        other_reference: FsdpModel | None = None,
+    ) -> MemoryEstimate:
+        """Returns an estimate of the usual blocks; see `BackendDescription.memory`.
+
+        A rank has its share of the float32 weights, their gradients and Adam's moments; one layer
+        is whole at a time. A layer keeps, per row, about 8 H + 5 F + 4 A numbers, or with
+        recomputation H, and one layer all of them. Of logits there are four float32 copies.
+        """
+        size = {"float32": 4, "bfloat16": 2}[policy.dtype]
+        own = 4 * model.num_parameters // policy.parallel.data
+        other = other_reference or model
+        heads = model.num_heads * model.head_dim
+        layer = size * rows * (8 * model.hidden_size + 5 * model.ffn_size + 4 * heads)
+        kept = model.num_layers * layer
+        if policy.recompute == "full":
+            kept = model.num_layers * size * rows * model.hidden_size + layer
+        whole = 0
+        if policy.parallel.data > 1 or policy.dtype == "bfloat16":
+            whole = 2 * size * model.num_parameters // max(1, model.num_layers)
+        logits = 16 * min(rows, policy.logits_chunk_tokens) * model.vocab_size
+        return MemoryEstimate(
+            weights=own,
+            gradients=own,
+            optimizer=2 * own,
+            reference=reference * 4 * other.num_parameters // policy.parallel.data,
+            activations=kept + whole + logits,
+            exchanged=own if reference and other_reference is None else 0,
+        )
+
+    def critic_memory(self, model: FsdpModel, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
+        """See `BackendDescription.critic_memory`."""
+        raise UnsupportedModelError("policy.backend=fsdp has no critic")
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yields the kinds of rotary positions, which may differ by kind of layer."""
+    if isinstance(parameters, dict):
+        yield str(parameters.get("rope_type"))
+        for part in parameters.values():
+            yield from _rope_types(part)

@@ -1,0 +1,48 @@
+"""Families of this year and before, each by a tiny random model; all types: `tests/model_types`."""
+
+import json
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.fsdp.description import FsdpDescription
+from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.testing.any_model import check_sharding, check_type, write_any
+
+PACKED: Final = (
+    *("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"),
+    *("glm4_moe", "gpt_oss", "deepseek_v3", "minimax_m2"),
+)
+RECURRENT: Final = ("qwen3_next", "qwen3_5_text", "nemotron_h")
+
+
+@pytest.mark.parametrize("model_type", [*PACKED, *RECURRENT])
+def test_a_family_is_computed_exactly(model_type: str, tmp_path: Path) -> None:
+    packs = check_type("fsdp", model_type, tmp_path)
+    assert packs == (model_type in PACKED)
+
+
+def test_ranks_that_share_a_model_compute_what_one_does(tmp_path: Path) -> None:
+    """Attention with sinks, latent attention, experts, gated delta nets and Mamba."""
+    types = ("deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
+    check_sharding("fsdp", types, tmp_path, 2)
+
+
+def test_another_type_is_refused_by_name(tmp_path: Path) -> None:
+    assert not set(MODEL_TYPES) & set(REFUSED)
+    write_any(tmp_path, "llama")
+    described = FsdpDescription()
+    file = tmp_path / "config.json"
+    config = file.read_text()
+    assert described.read_model(tmp_path).num_parameters > 0
+    for name, why in (("bert", REFUSED["bert"]), ("unheard_of", "not among those")):
+        file.write_text(config.replace('"llama"', f'"{name}"'))
+        with pytest.raises(UnsupportedModelError, match=rf"model type '{name}' is .*{why}"):
+            described.read_model(tmp_path)
+    settings = json.loads(config)
+    settings["rope_parameters"] |= {"rope_type": "dynamic", "factor": 2.0}
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UnsupportedModelError, match="rope_type='dynamic' is not supported"):
+        described.read_model(tmp_path)

@@ -1,0 +1,249 @@
+"""A model of transformers behind one call: the log-probabilities of loss tokens.
+
+Invariant: no more than `chunk` rows of logits exist at a time; with more than that, each chunk's
+are computed again in the backward pass. What a model does to its logits (scales, caps, a bias) is
+in the forward of its class, so that computes them, of hidden states that were computed before. A
+model that is not a decoder and an output layer gives the logits of all positions at once.
+
+Shape suffixes: B rows, P positions of a row, T loss tokens, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils.logging import disable_progress_bar
+
+from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.fsdp import attention
+from treadle.policy.backends.logprobs import from_logits
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedModel
+
+    from treadle.policy.backends.fsdp.batches import MicroBatch
+
+_LENGTHS = (7, 4)
+"""Of the sequences that show how a model can be run: short, as each is run several times."""
+_TOLERANCE = 1e-4
+"""Of logits, relative to the largest: a leak is far above, float32 far below."""
+
+
+class Net(nn.Module):
+    """The model and its output layer.
+
+    Attributes:
+        packs: Whether sequences may be end to end in one row.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+        """Finds out how the model can be run, by running it on a few ids.
+
+        Args:
+            chunk: Most rows of logits to hold at a time.
+
+        Raises:
+            UnsupportedModelError: A position sees what is after it.
+        """
+        super().__init__()
+        self.model: Any = model.eval()  # without dropout
+        self._chunk = chunk
+        ids = torch.randint(
+            model.config.get_text_config().vocab_size,
+            (sum(_LENGTHS),),
+            generator=torch.Generator().manual_seed(0),
+        )
+        parts = ids.split(_LENGTHS)
+        with torch.no_grad():
+            alone = torch.cat([self._whole(part[None])[0] for part in parts])
+            rows = torch.stack([nn.functional.pad(p, (0, _LENGTHS[0] - len(p))) for p in parts])
+            padded = self._whole(rows)
+            padded = torch.cat([row[:n] for row, n in zip(padded, _LENGTHS, strict=True)])
+            if not _are_close(padded, alone):
+                raise UnsupportedModelError(
+                    f"model type {model.config.model_type!r} is not causal: its log-probabilities "
+                    "depend on later tokens"
+                )
+            self._behind_decoder = _gives(
+                lambda: self._logits(self._hidden(ids[None, : _LENGTHS[0]], ())[0]),
+                alone[: _LENGTHS[0]],
+            )
+            self.packs = self._can_pack(ids, alone)
+
+    def _can_pack(self, ids: Tensor, alone_TV: Tensor) -> bool:
+        """Returns whether packed sequences see only themselves; sets the attention for it."""
+        if not self.model._supports_attention_backend or self.model._is_stateful:
+            return False
+        before = self.model.config._attn_implementation
+        self.model.set_attn_implementation(attention.NAME)
+        with attention.packed(_LENGTHS):
+            can = _gives(lambda: self._whole(ids[None], _LENGTHS)[0], alone_TV)
+        if not can:
+            self.model.set_attn_implementation(before)
+        return can
+
+    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Returns the [T] log-probabilities and entropies of the loss tokens, in nats."""
+
+        def one(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+            if temperature != 1.0:
+                logits_TV = logits_TV.float() / temperature
+            columns = logits_TV.shape[-1]
+            return from_logits(logits_TV, targets_T, vocab_size=columns, group=None)
+
+        if not self._behind_decoder:
+            logits = self._whole(micro.ids_BP, micro.lengths).flatten(0, 1)
+            return one(logits[micro.predictors_T], micro.targets_T)
+
+        def of_hidden(rows_TH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+            return one(self._logits(rows_TH), targets_T)
+
+        hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
+        if len(hidden_TH) <= self._chunk:
+            return of_hidden(hidden_TH, micro.targets_T)
+        chunks = (x.split(self._chunk) for x in (hidden_TH, micro.targets_T))
+        parts = [
+            checkpoint(of_hidden, rows, ids, use_reentrant=False, preserve_rng_state=False)
+            for rows, ids in zip(*chunks, strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def _whole(self, ids_BP: Tensor, lengths: Sequence[int] = ()) -> Tensor:
+        """Returns the [B, P, V] logits of all positions."""
+        logits: Tensor = self.model(**_inputs(ids_BP, lengths)).logits
+        return logits
+
+    def _hidden(self, ids_BP: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Returns the [B, P, H] hidden states that the output layer takes."""
+        hidden: Tensor = self.model.base_model(**_inputs(ids_BP, lengths)).last_hidden_state
+        return hidden
+
+    def _logits(self, rows_TH: Tensor) -> Tensor:
+        """Returns the [T, V] logits of hidden states."""
+        name = self.model.base_model_prefix
+        decoder = getattr(self.model, name)
+        setattr(self.model, name, _Given(decoder, rows_TH[None]))
+        try:
+            logits: Tensor = self.model(input_ids=None, use_cache=False).logits[0]
+        finally:
+            setattr(self.model, name, decoder)
+        return logits
+
+    def layers(self) -> Iterator[nn.Module]:
+        """Yields the model's layers: each is sharded, and computed again, as a whole."""
+        count = self.model.config.get_text_config().num_hidden_layers
+        for module in self.model.modules():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                yield from module
+                return
+
+    def recompute(self) -> None:
+        """Has each layer keep its input only, and run again in the backward pass.
+
+        Raises:
+            UnsupportedModelError: The layers of this model cannot.
+        """
+        for layer in self.layers():
+            if not isinstance(layer, GradientCheckpointingLayer):
+                raise UnsupportedModelError(
+                    f"policy.recompute=full: {type(layer).__name__} of transformers has no "
+                    "gradient checkpointing; set policy.recompute=none"
+                )
+            layer.gradient_checkpointing = True
+            layer._gradient_checkpointing_func = partial(
+                checkpoint, use_reentrant=False, preserve_rng_state=False
+            )
+            layer.training = True  # of the layer itself: dropout is off, see `load`
+
+
+class _Given(nn.Module):
+    """Stands in for a decoder whose hidden states are there already."""
+
+    def __init__(self, decoder: nn.Module, hidden_1TH: Tensor) -> None:
+        super().__init__()
+        # Past torch's registry of modules: heads read more of a decoder than its output.
+        self.__dict__["decoder_before"] = decoder
+        self.__dict__["output"] = _Output(hidden_1TH)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["decoder_before"], name)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Returns them, as the decoder does."""
+        return self.output
+
+
+class _Output:
+    """The output of any decoder, without what is not asked for in training."""
+
+    def __init__(self, hidden_1TH: Tensor) -> None:
+        self.last_hidden_state = hidden_1TH
+
+    def __getitem__(self, index: int) -> Tensor:
+        return (self.last_hidden_state,)[index]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def load(folder: Path) -> PreTrainedModel:
+    """Returns the model of a Hugging Face folder, in float32, without dropout.
+
+    Raises:
+        UnsupportedModelError: Some of its weights are missing or of another shape.
+        ValueError: A weight is infinite or NaN.
+    """
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, float) and ("drop" in name or "jitter" in name):
+                setattr(part, name, 0.0)
+    model, found = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    for what in ("missing_keys", "mismatched_keys"):
+        if found[what]:
+            raise UnsupportedModelError(
+                f"{folder} does not have the weights of its config.json: {what.replace('_', ' ')} "
+                f"{', '.join(sorted(map(str, found[what]))[:3])}"
+            )
+    if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
+        raise ValueError(f"{folder}: its weights are not finite")
+    return model
+
+
+def _inputs(ids_BP: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+    inputs: dict[str, Any] = {"input_ids": ids_BP, "use_cache": False}
+    if lengths:  # else positions are those of the row
+        positions = torch.cat([torch.arange(n) for n in lengths])
+        inputs["position_ids"] = positions.to(ids_BP.device)[None]
+    return inputs
+
+
+def _gives(compute: Callable[[], Tensor], want: Tensor) -> bool:
+    """Returns whether a way to run the model gives the same; others are there if it does not."""
+    try:
+        return _are_close(compute(), want)
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        return False  # modules of transformers differ in what they take
+
+
+def _are_close(got: Tensor, want: Tensor) -> bool:
+    return got.shape == want.shape and bool(
+        (got - want).abs().max() <= _TOLERANCE * want.abs().max()
+    )

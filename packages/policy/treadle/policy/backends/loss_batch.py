@@ -1,0 +1,260 @@
+"""The loss tokens of a batch, and the statistics of a step over them, for any backend.
+
+Slots number the loss tokens of the whole batch, in the order of its sequences. What a micro-batch
+knows of its loss tokens are tensors, which `LossBatch` makes.
+
+Shape suffixes: T loss tokens and S samples of a micro-batch, M loss tokens of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from treadle.policy.algorithms.mismatch import mismatch_metrics
+from treadle.policy.backend import LossInputs
+from treadle.policy.client.batch import check_optional_fields
+from treadle.policy.client.types import TokenValues, TrainSequence
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike, NDArray
+
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.backend import LossFn, LossOutput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatchTokens:
+    """The loss tokens of a micro-batch."""
+
+    slots_T: Tensor
+    """Index of each loss token among the loss tokens of the whole batch."""
+    weights_T: Tensor
+    advantages_T: Tensor
+    rollout_logprobs_T: Tensor | None
+    old_logprobs_T: Tensor | None
+    ref_logprobs_T: Tensor | None
+    stale_T: Tensor
+    sample_lengths_S: Tensor
+    selected_T: Tensor | None
+
+    def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
+        """Returns the input of the loss, given the output of the model."""
+        old_T = self.old_logprobs_T
+        return LossInputs(
+            logprobs_T=logprobs_T,
+            entropy_T=entropy_T,
+            advantages_T=self.advantages_T,
+            old_logprobs_T=logprobs_T.detach() if old_T is None else old_T,
+            rollout_logprobs_T=self.rollout_logprobs_T,
+            ref_logprobs_T=self.ref_logprobs_T,
+            stale_T=self.stale_T,
+            sample_lengths_S=self.sample_lengths_S,
+            selected_T=self.selected_T,
+        )
+
+
+class LossBatch:
+    """The loss tokens of a batch; on the device, as tensors of some of its sequences."""
+
+    def __init__(
+        self, sequences: Sequence[TrainSequence], weights: Sequence[float], *, at: torch.device
+    ) -> None:
+        """Takes the whole batch.
+
+        Args:
+            weights: Weight of a loss token per sequence.
+
+        Raises:
+            ValueError: Only some of the sequences have one of the optional log-probabilities, or
+                `selected`.
+        """
+        check_optional_fields(sequences)
+        self._sequences = sequences
+        self._weights = weights
+        self._at = at
+        self._positions = [sequence.loss_positions for sequence in sequences]
+        self._offsets = [0, *accumulate(len(p) for p in self._positions)]
+
+    @property
+    def num_loss_tokens(self) -> int:
+        """Number of loss tokens of the whole batch, that is of slots."""
+        return self._offsets[-1]
+
+    def has(self, name: str) -> bool:
+        """Returns whether the batch carries the optional log-probabilities of this name."""
+        return bool(self._sequences) and getattr(self._sequences[0], name) is not None
+
+    def slots(self, indices: Sequence[int]) -> Tensor:
+        """Returns the slots of some sequences, on the device."""
+        runs = [np.arange(self._offsets[i], self._offsets[i + 1]) for i in indices]
+        return self._joined(runs, np.int64)
+
+    def loss_tokens(self, indices: Sequence[int]) -> dict[str, Any]:
+        """Returns the fields of `MicroBatchTokens` of some sequences.
+
+        Raises:
+            RuntimeError: Another data-parallel group has the values of a sequence.
+        """
+        chosen = [self._sequences[i] for i in indices]
+        if any(sequence.is_outline for sequence in chosen):
+            raise RuntimeError(f"sequences {list(indices)} have values on other ranks only")
+        weights = [np.full(len(self._positions[i]), self._weights[i]) for i in indices]
+        counts = [len(self._positions[i]) for i in indices]
+
+        def numbers(name: str) -> Tensor | None:
+            if not self.has(name):
+                return None
+            return self._joined([sequence.at_loss_tokens(name) for sequence in chosen])
+
+        def flags(name: str) -> Tensor:
+            parts = [sequence.flags_at_loss_tokens(name) for sequence in chosen]
+            return self._joined(parts, np.bool_)
+
+        return {
+            "slots_T": self.slots(indices),
+            "weights_T": self._joined(weights, np.float32),
+            "advantages_T": numbers("advantages"),
+            "rollout_logprobs_T": numbers("rollout_logprobs"),
+            "old_logprobs_T": numbers("old_logprobs"),
+            "ref_logprobs_T": numbers("ref_logprobs"),
+            "stale_T": flags("stale"),
+            "sample_lengths_S": self._tensor(counts, torch.int64),
+            "selected_T": flags("selected") if self.has("selected") else None,
+        }
+
+    def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:
+        """Returns values by slot as one [L] array per sequence, 0.0 outside the loss mask."""
+        ends = zip(self._sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
+        return [sequence.aligned(values_M[begin:end]) for sequence, begin, end in ends]
+
+    def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
+        joined = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
+        return torch.from_numpy(joined).to(self._at, non_blocking=True)
+
+    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """A step's statistics, the same on every rank."""
+
+    loss: float
+    num_rows: int
+    num_micro_batches: int
+    metrics: Mapping[str, float]
+    tokens: TokenValues | None
+
+
+class StatsCollector:
+    """Sums each micro-batch's statistics over loss tokens; ranks are reduced once, at the end.
+
+    Invariant: a metric is a mean over the loss tokens that went through the model, exact for any
+    cut of the batch; if none did, there are no metrics. The difference to the rollout engine is
+    kept per token, since a percentile cannot be reduced from parts.
+    """
+
+    def __init__(
+        self,
+        loss: LossFn,
+        batch: LossBatch,
+        computed: Sequence[int],
+        *,
+        keep_tokens: bool,
+        speaks: bool = True,
+    ) -> None:
+        """Begins at nothing.
+
+        Args:
+            computed: The sequences that go through the model.
+            speaks: Whether this rank's micro-batches count: one of those that compute the same.
+        """
+        self._speaks = speaks
+        self._names = ["actor/entropy", *_metric_names(loss)]
+        self._slots_M = batch.slots(computed)
+        at = self._slots_M.device
+        self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
+        # Of each loss token: the difference to the rollout engine, and 1 if it is stale.
+        self._gaps_2M = torch.zeros(2, batch.num_loss_tokens, device=at)
+        self._has_rollout = batch.has("rollout_logprobs")
+        # Log-probability and entropy of each loss token.
+        self._tokens_2M = torch.zeros(2, batch.num_loss_tokens, device=at) if keep_tokens else None
+
+    @torch.no_grad()
+    def add(
+        self, micro: MicroBatchTokens, num_rows: int, inputs: LossInputs, output: LossOutput
+    ) -> None:
+        """Counts one micro-batch."""
+        if not self._speaks:
+            return
+        weighted_T = output.loss_T.detach() * micro.weights_T
+        rows = torch.tensor(num_rows, device=self._sums.device)
+        values = [rows, weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
+        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+        if inputs.rollout_logprobs_T is not None:
+            gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
+            self._gaps_2M[:, micro.slots_T] = torch.stack([gaps_T, micro.stale_T.to(gaps_T.dtype)])
+        if self._tokens_2M is not None:
+            self._tokens_2M[:, micro.slots_T] = torch.stack(
+                [inputs.logprobs_T.detach().float(), inputs.entropy_T.detach().float()]
+            )
+
+    @torch.no_grad()
+    def reduce(self, num_micro_batches: int) -> Collected:
+        """Collective: the sums over all ranks."""
+        count = torch.tensor(num_micro_batches, device=self._sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(self._sums)
+        rows, loss, *sums = self._sums.tolist()
+        tokens = len(self._slots_M)
+        if not tokens:
+            return Collected(
+                loss=loss, num_rows=0, num_micro_batches=0, metrics={}, tokens=self._kept()
+            )
+        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
+        if self._has_rollout:
+            dist.all_reduce(self._gaps_2M)
+            gaps_M, stale_M = self._gaps_2M[:, self._slots_M]
+            metrics |= mismatch_metrics(gaps_M, stale_M.bool())
+        return Collected(
+            loss=loss,
+            num_rows=int(rows),
+            num_micro_batches=int(count),
+            metrics=metrics,
+            tokens=self._kept(),
+        )
+
+    def _kept(self) -> TokenValues | None:
+        """Collective: the values of each loss token, if they are kept."""
+        if self._tokens_2M is None:
+            return None
+        dist.all_reduce(self._tokens_2M)
+        values_2M = torch.full_like(self._tokens_2M, torch.nan)
+        values_2M[:, self._slots_M] = self._tokens_2M[:, self._slots_M]
+        logprobs_M, entropy_M = values_2M.cpu().numpy()
+        return TokenValues(logprobs_M=logprobs_M, entropy_M=entropy_M)
+
+
+def _metric_names(loss: LossFn) -> list[str]:
+    """Asked of the loss itself, as a rank may have no micro-batch to see them in."""
+    empty = torch.zeros(0)
+    nothing = LossInputs(
+        logprobs_T=empty,
+        entropy_T=empty,
+        advantages_T=empty,
+        old_logprobs_T=empty,
+        rollout_logprobs_T=empty,
+        ref_logprobs_T=empty,
+        stale_T=empty.bool(),
+        sample_lengths_S=torch.zeros(0, dtype=torch.int64),
+        selected_T=empty.bool(),
+    )
+    return list(loss(nothing).metrics_T)

@@ -1,0 +1,135 @@
+"""What ranks do together, whatever the backend: meet, and write all of some files or none."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from treadle.policy.backend import CheckpointError, Rendezvous
+
+if TYPE_CHECKING:
+    from treadle.policy.config.policy import ParallelConfig
+
+CPU: Final = torch.device("cpu")
+_STORES: Any = dist  # torch does not declare them
+
+
+def device() -> torch.device:
+    """Returns where the policy's tensors live."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def join(parallel: ParallelConfig, rendezvous: Rendezvous) -> None:
+    """Joins the other ranks: NCCL with one GPU per rank with CUDA, else gloo.
+
+    Raises:
+        ValueError: The rendezvous is for another number of ranks than `parallel` makes.
+        RuntimeError: A world is already up in this process.
+    """
+    if rendezvous.world_size != parallel.num_ranks:
+        raise ValueError(
+            f"parallel sizes {parallel.sizes} need {parallel.num_ranks} ranks, but "
+            f"{rendezvous.world_size} were started"
+        )
+    if dist.is_initialized():
+        raise RuntimeError("this process already belongs to a policy; close its world first")
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rendezvous.local_rank)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=_store(rendezvous),
+        rank=rendezvous.rank,
+        world_size=rendezvous.world_size,
+        timeout=timedelta(seconds=rendezvous.timeout_s),
+    )
+
+
+def _store(place: Rendezvous) -> Any:
+    """Returns the key-value store that torch's process group starts from."""
+    if place.world_size == 1:
+        return _STORES.HashStore()
+    if place.shared_file is not None:
+        return _STORES.FileStore(str(place.shared_file), place.world_size)
+    return _STORES.TCPStore(
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        is_master=place.rank == 0,
+        timeout=timedelta(seconds=place.timeout_s),
+        master_listen_fd=place.listener,
+    )
+
+
+def save_folder(write: Callable[[Path], None], folder: Path) -> None:
+    """Makes `folder`, of the files that `write` puts into it on rank 0; collective.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
+    """
+    building = folder.with_name(f".{folder.name}.writing")
+
+    def make() -> None:
+        if folder.exists():
+            raise FileExistsError(f"{folder} exists")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+        try:
+            write(building)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+
+    together(make if dist.get_rank() == 0 else None, folder)
+
+
+def together(
+    action: Callable[[], None] | None,
+    place: Path,
+    *,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
+    """Runs `action` where it is given, and fails on every rank if it failed on any.
+
+    Args:
+        action: This rank's part, or None.
+        meanwhile: Run by ranks without an action, and by those whose action failed.
+    """
+    problem = None
+    try:
+        if action is not None:
+            action()
+    except (OSError, CheckpointException, RuntimeError) as error:
+        problem = explain(error)
+    if meanwhile is not None and (action is None or problem is not None):
+        meanwhile()
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            free = shutil.disk_usage(_existing(place)).free
+            raise CheckpointError(
+                f"cannot write {place} (rank {rank}): {text} ({free >> 20} MiB are free there)"
+            )
+
+
+def _existing(place: Path) -> Path:
+    """Returns the nearest directory above `place` that is there."""
+    return next(path for path in place.absolute().parents if path.is_dir())
+
+
+def explain(error: BaseException) -> str:
+    """Returns the first cause in one line, without torch's tracebacks of every rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error, _ = next(iter(error.failures.values()))
+    text = str(error).partition("\n")[0]
+    if "inline_container" in text:  # torch's archive writer hides the system's error
+        return "the system took only part of the data; is the disk or a quota full?"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,27 @@
+"""Every type of model that the FSDP backend claims, and no type of transformers without a word."""
+
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from treadle.policy.backends.fsdp.model_types import IN_ROWS, MODEL_TYPES, PACKED, REFUSED
+from treadle.policy.testing.any_model import check_sharding, check_type
+
+FAMILIES = ("glm4_moe", "gemma3_text", "minimax_m2", "mixtral", "qwen3", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("model_type", sorted(MODEL_TYPES))
+def test_a_type_is_computed_exactly(model_type: str, tmp_path: Path) -> None:
+    assert check_type("fsdp", model_type, tmp_path) == (model_type in PACKED)
+
+
+def test_a_type_is_trained_or_refused_with_a_reason() -> None:
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(MODEL_TYPES) | set(REFUSED) == known
+    assert not set(PACKED) & set(IN_ROWS)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_that_share_a_model_compute_what_one_does(num_ranks: int, tmp_path: Path) -> None:
+    check_sharding("fsdp", FAMILIES, tmp_path, num_ranks)
