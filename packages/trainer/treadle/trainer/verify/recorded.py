@@ -47,7 +47,6 @@ class RecordedStep:
 
     Attributes:
         rows: The columns of each trajectory, in the order of the file.
-        groups: Of the same trajectories.
         is_whole: Whether the file has all of them; a run leaves some out once its budget is spent.
     """
 

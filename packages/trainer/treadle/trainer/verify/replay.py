@@ -79,7 +79,6 @@ async def replay_problems(
     """Yields each step with what does not fit; the first step that has any is the last.
 
     Args:
-        metrics: The run's, by step.
         after: Begin with the checkpoint of this step; 0: with `model.path`.
         bound: Largest difference of a log-probability or entropy, in nats; a metric may differ by
             the same share. 0: bit for bit.
