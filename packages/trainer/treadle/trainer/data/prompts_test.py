@@ -202,7 +202,7 @@ def test_a_row_that_asks_for_what_is_not_there_is_an_error(
     [
         (
             {},
-            r"line 2: .* calc_gsm8k_reward needs a string or .* in extra_info\.tools_kwargs\.",
+            r"line 2: .* the tool calc_gsm8k_reward needs a string or .* in extra_info\.tools_kw",
         ),
         (
             {"tool_selection": [], "interaction_kwargs": {"name": "gsm8k"}},
