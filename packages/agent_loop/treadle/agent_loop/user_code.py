@@ -15,8 +15,7 @@ __all__ = ["RemoteError", "dumped_place", "running_place", "user_frame", "user_p
 
 
 class RemoteError(Exception):
-    """An error in another process, as the cause of one here; its text is the traceback there.
-    """
+    """An error in another process, as the cause of one here; its text is the traceback there."""
 
     def __init__(self, text: str, frame: traceback.FrameSummary | None) -> None:
         super().__init__(text)
