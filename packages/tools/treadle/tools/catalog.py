@@ -75,11 +75,11 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
             one name. The message says where in the file, one line for each tool.
     """
     if path.suffix == ".py":
-        tools = _functions_of(path)
+        functions = _functions_of(path)
         return MappingProxyType(
             {
                 name: isolated(tool, partial(_function_of, path, name))
-                for name, tool in tools.items()
+                for name, tool in functions.items()
             }
         )
     document = read_yaml(path, "tool catalogue")

@@ -738,13 +738,13 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
             wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
             raise ConfigError(f"{key}={value} is not available, only {wanted}: {why}")
         return []
-    if (why := _without_effect(key)) is not None:
+    if (note := _without_effect(key)) is not None:
         if key not in verl_defaults() or not has_default(key, value, values):
-            notes.append(f"{key}={value} has no effect: {why}")
+            notes.append(f"{key}={value} has no effect: {note}")
         return []
     if (recorded := above(key)) is None:
-        if (why := of_other_releases(key)) is not None:
-            raise ConfigError(f"{key}={value} is not available: {why}")
+        if (other := of_other_releases(key)) is not None:
+            raise ConfigError(f"{key}={value} is not available: {other}")
         return [assignment]
     if key != recorded or not has_default(key, value, values):
         raise ConfigError(f"{key}={value} is not available: {reason(key)}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from treadle.policy.backend import CheckpointError, LossFn, PolicyBackend, Rendezvous
@@ -106,7 +107,7 @@ class FsdpPolicy(PolicyBackend):
             precision = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
             )
-            mesh = dist.init_device_mesh(self.device.type, (self._num_ranks,))
+            mesh = init_device_mesh(self.device.type, (self._num_ranks,))
             for layer in net.layers():
                 fully_shard(layer, mesh=mesh, mp_policy=precision)
             fully_shard(net, mesh=mesh, mp_policy=precision)
@@ -227,7 +228,7 @@ class FsdpPolicy(PolicyBackend):
                     output = loss(inputs)
                     collector.add(micro, micro.num_rows, inputs, output)
                     total = (output.loss_T * micro.weights_T).sum() * self._num_ranks
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward()
         collected = collector.reduce(count)
         return LossStats(
             loss=collected.loss,

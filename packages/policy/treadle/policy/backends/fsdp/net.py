@@ -56,7 +56,8 @@ class Net(nn.Module):
             UnsupportedModelError: A position sees what is after it.
         """
         super().__init__()
-        self.model: Any = model.eval()  # without dropout
+        self.model: Any = model
+        self.model.eval()  # without dropout
         self._chunk = chunk
         ids = torch.randint(
             model.config.get_text_config().vocab_size,
@@ -159,8 +160,9 @@ class Net(nn.Module):
                     f"policy.recompute=full: {type(layer).__name__} of transformers has no "
                     "gradient checkpointing; set policy.recompute=none"
                 )
-            layer.gradient_checkpointing = True
-            layer._gradient_checkpointing_func = partial(
+            typed: Any = layer  # transformers sets the function, and does not declare it
+            typed.gradient_checkpointing = True
+            typed._gradient_checkpointing_func = partial(
                 checkpoint, use_reentrant=False, preserve_rng_state=False
             )
             layer.training = True  # of the layer itself: dropout is off, see `load`
@@ -209,7 +211,9 @@ def load(folder: Path) -> PreTrainedModel:
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
-    model, found = AutoModelForCausalLM.from_pretrained(
+    loader: Any = AutoModelForCausalLM
+    model: PreTrainedModel
+    model, found = loader.from_pretrained(
         folder,
         config=config,
         dtype=torch.float32,

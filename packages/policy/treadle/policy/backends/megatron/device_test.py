@@ -80,6 +80,6 @@ def test_torch_itself_is_unchanged_but_for_two_methods() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
     assert torch.zeros(1).type(torch.float64).dtype is torch.float64
     if not torch.cuda.is_available():
-        assert torch.zeros(1).cuda().device == device.CPU
+        assert torch.zeros(1).cuda().device == torch.device("cpu")
         with pytest.raises((AssertionError, RuntimeError)):
             torch.zeros(1, device="cuda")

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treadle.policy.backends.logprobs import from_logits
 from treadle.policy.backends.megatron import attention
 from treadle.policy.backends.megatron.attention import (
     PackedAttention,
@@ -14,7 +15,7 @@ from treadle.policy.backends.megatron.attention import (
     Segments,
     take_rows,
 )
-from treadle.policy.backends.megatron.logprobs import from_logits, logprobs_and_entropy
+from treadle.policy.backends.megatron.logprobs import logprobs_and_entropy
 from treadle.policy.testing.ranks import RankTask, run_ranks
 
 REAL = 13
