@@ -57,7 +57,7 @@ class Net(nn.Module):
         """
         super().__init__()
         self.model: Any = model
-        self.model.eval()  # without dropout
+        model.eval()  # type: ignore[no-untyped-call]  # without dropout; transformers' has no types
         self._chunk = chunk
         ids = torch.randint(
             model.config.get_text_config().vocab_size,
