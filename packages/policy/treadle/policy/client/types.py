@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal, Self, get_args
+from typing import TYPE_CHECKING, Final, Self
 
 import numpy as np
 
@@ -34,20 +34,6 @@ FLOAT_FIELDS: Final = (*LOGPROB_FIELDS, "values", "returns")
 
 FLAG_FIELDS: Final = ("stale", "selected")
 """Optional fields of `TrainSequence` with one flag per token."""
-
-RankCause = Literal[
-    "waiting",
-    "receive",
-    "train",
-    "optimizer",
-    "logprobs",
-    "weights",
-    "save",
-    "memory",
-    "start",
-]
-"""What the time of a rank goes to; `rank/rank_time.py` describes each."""
-CAUSES: Final[tuple[RankCause, ...]] = get_args(RankCause)
 
 
 # --- what a step takes and gives -----------------------------------------------------------------

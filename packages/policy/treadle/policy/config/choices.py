@@ -1,8 +1,15 @@
-"""Values of settings that the policy and its losses use as well, which load more than this."""
+"""Values that settings or reports share with modules which load more than this."""
 
-from typing import Literal
+from typing import Final, Literal, get_args
 
-__all__ = ["BackendName", "ElementType", "LossAggregation", "SharePrefixes"]
+__all__ = [
+    "CAUSES",
+    "BackendName",
+    "ElementType",
+    "LossAggregation",
+    "RankCause",
+    "SharePrefixes",
+]
 
 BackendName = Literal["megatron", "fsdp", "fake"]
 
@@ -17,3 +24,17 @@ LossAggregation = Literal[
 ]
 
 SharePrefixes = Literal["auto", "always", "never"]
+
+RankCause = Literal[
+    "waiting",
+    "receive",
+    "train",
+    "optimizer",
+    "logprobs",
+    "weights",
+    "save",
+    "memory",
+    "start",
+]
+"""What the time of a rank goes to; `rank/rank_time.py` describes each."""
+CAUSES: Final[tuple[RankCause, ...]] = get_args(RankCause)

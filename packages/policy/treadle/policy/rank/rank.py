@@ -32,9 +32,9 @@ from treadle.policy.backend import (
 from treadle.policy.backends import registry
 from treadle.policy.client.methods import method_of, verb
 from treadle.policy.client.shards import decode
-from treadle.policy.client.types import LossAggregation, RankCause, TrainSequence
+from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.choices import BackendName
+from treadle.policy.config.choices import BackendName, RankCause
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json

@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
-from treadle.policy.client.types import CAUSES, RankCause
+from treadle.policy.config.choices import CAUSES, RankCause
 
 __all__ = ["RANK_TIME", "RankTime", "spent_on"]
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.policy.client.types import CAUSES, RankCause
+from treadle.policy.config.choices import CAUSES, RankCause
 from treadle.policy.rank.rank_time import RankTime
 
 

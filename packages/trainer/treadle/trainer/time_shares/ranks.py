@@ -10,7 +10,7 @@ Invariant: the shares of a rank add up to 1.
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from treadle.policy.client.types import CAUSES, RankCause
+from treadle.policy.config.choices import CAUSES, RankCause
 from treadle.trainer.time_shares.busy import busy_range
 
 __all__ = ["RANK_CAUSES", "rank_shares", "ranks_busy"]

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from treadle.policy.client.types import CAUSES
+from treadle.policy.config.choices import CAUSES
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.rollout.v1 import server_service_pb2 as pb
 from treadle.trainer.time_shares.ranks import rank_shares, ranks_busy

@@ -107,7 +107,7 @@ async def test_how_mlflow_is_looked_at_is_said_once(
     async with run_tracing(make_config("tracing.backends=mlflow"), tmp_path, notes.append):
         pass
     assert notes == [
-        f"traces in MLflow: mlflow ui -h 0.0.0.0 -p 5000 --backend-store-uri {uri}",
+        f"traces in MLflow: mlflow ui -h 127.0.0.1 -p 5000 --backend-store-uri {uri}",
     ]
 
 
