@@ -40,7 +40,7 @@ def test_the_rows_are_read_with_their_images_and_repeat(tmp_path: Path) -> None:
         row.columns
         for row in read_rows([tmp_path / "b" / "train.parquet", tmp_path / "b" / "test.parquet"])
     ]
-    (message,) = row_messages(rows[0].columns)  # type: ignore[arg-type]
+    (message,) = row_messages(rows[0])
     assert len(message.images) == 1 and message.content.startswith("<image>")
 
 
@@ -66,7 +66,7 @@ def test_the_model_is_made_twice_the_same_and_its_prompt_shows_nine_ids(tmp_path
     assert main(["--output", str(tmp_path), "--train", "1", "--test", "1"]) == 0
     row = read_rows([tmp_path / "train.parquet"])[0]
     renderer = HfRenderer.from_directory(tmp_path / "a")
-    rendered = renderer.render(row_messages(row.columns), tools=())  # type: ignore[arg-type]
+    rendered = renderer.render(row_messages(row), tools=())
     assert [placed.num_tokens for placed in rendered.images] == [9]
     with pytest.raises(FileExistsError):
         make_model(tmp_path / "a", steps=0)
