@@ -46,6 +46,11 @@ def _spec(name: str) -> ProcessSpec:
     )
 
 
+def _parent(pid: str) -> str:
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return stat.rpartition(")")[2].split()[1]
+
+
 @pytest.mark.asyncio
 @pytest.mark.timeout(400)
 async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
@@ -93,7 +98,8 @@ async def test_ray_runs_the_drivers_interpreter_and_refuses_another(
         await still.ready(300)
         monkeypatch.setattr("treadle.trainer.launch.ray._ANSWER_S", 0.5)
         monkeypatch.setattr("treadle.trainer.launch.ray.KILLED_S", 0.5)
-        (actor,) = re.findall(r"child of (\d+)", await still.log_tail())
+        (supervisor,) = re.findall(r"child of (\d+)", await still.log_tail())
+        actor = _parent(supervisor)
         (tmp_path / "logs" / "still.log").unlink()
         os.kill(int(actor), signal.SIGSTOP)
         try:
