@@ -31,7 +31,7 @@ command_not_found_handle() { return 0; }
 set() { return 0; }
 export -f command_not_found_handle set
 """
-# What scripts read of the clusters they were written for.
+# Variables that the scripts expect of a cluster.
 _NODES = ("NNODES", "WORLD_SIZE", "ARNOLD_WORKER_NUM", "SLURM_JOB_NUM_NODES")
 _SETTINGS = {
     **{"HOME": "/home/user", "USER": "user", "RANK": "0", "ARNOLD_WORKER_GPU": "8"},
@@ -61,7 +61,7 @@ def calls(script: str) -> list[list[str]]:
             timeout=60,
             check=False,
         )
-        # What a script makes of its working directory is the same on every machine.
+        # The working directory becomes ".", so that the record is the same on every machine.
         written = record.read_text().replace(folder, ".") if record.exists() else ""
     return [call.split("\0")[:-1] for call in written.split("\n\0")[:-1]]
 

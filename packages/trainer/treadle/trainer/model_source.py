@@ -34,7 +34,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
-from treadle.trainer.report.seals import seal, sha256_of
+from treadle.trainer.report.seals import seal_file
 
 __all__ = ["convert", "exported_model", "resolve_model", "with_local_model", "with_model"]
 
@@ -138,9 +138,8 @@ def _model_of(checkpoint: Checkpoint, run: Path, setting: str, *, weights: bool)
                 work = convert(config, checkpoint, building, adapter=False)
                 thread.submit(asyncio.run, work).result()
             add_to_manifest(place, HF, building)
-            if (manifest := place / MANIFEST).exists():
-                name = f"{CHECKPOINTS}/{place.name}/{MANIFEST}"
-                seal(run, checkpoint.step, name, sha256_of(manifest))
+            if (place / MANIFEST).exists():
+                seal_file(run, checkpoint.step, f"{CHECKPOINTS}/{place.name}/{MANIFEST}")
             building.rename(place / HF)
         finally:
             shutil.rmtree(building, ignore_errors=True)

@@ -16,6 +16,11 @@ from treadle.trainer.rollout.server_process import engine_settings
 __all__ = ["Plan", "make_plan"]
 
 
+def policy_threads(config: Config, cpus: int) -> int:
+    """Returns the number of CPU threads of one policy rank."""
+    return config.launch.policy_threads or max(1, cpus // config.policy.parallel.num_ranks)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """Processes and sizes of a run.
@@ -52,8 +57,7 @@ class Plan:
     @property
     def policy_threads(self) -> int:
         """Number of CPU threads of one policy rank."""
-        wanted = self.config.launch.policy_threads
-        return wanted or max(1, self.cpus // self.config.policy.parallel.num_ranks)
+        return policy_threads(self.config, self.cpus)
 
     def rows(self) -> Iterator[tuple[str, str]]:
         """Yields (what, how much), one pair per line of the table."""

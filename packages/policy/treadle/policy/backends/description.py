@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+from treadle.policy.client.hf_files import quantisation
+
 if TYPE_CHECKING:
     from treadle.policy.config.choices import BackendName, ElementType
     from treadle.policy.config.policy import (
@@ -23,6 +25,19 @@ if TYPE_CHECKING:
 
 class UnsupportedModelError(ValueError):
     """The model needs something that the backend does not compute."""
+
+
+def refuse_quantised(folder: Path) -> None:
+    """Raises unless the weights of a model folder are numbers as they are.
+
+    Raises:
+        UnsupportedModelError: They are quantised.
+    """
+    if (found := quantisation(folder)) is not None:
+        raise UnsupportedModelError(
+            f"the weights are quantised, which is not read: {found}; take the model's "
+            "publication in bfloat16, or dequantise it"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

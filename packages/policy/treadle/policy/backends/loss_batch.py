@@ -20,8 +20,8 @@ from torch import Tensor
 
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.backend import LossInputs
-from treadle.policy.client.batch import check_optional_fields
-from treadle.policy.client.types import TokenValues, TrainSequence
+from treadle.policy.client.batch import check_optional_fields, has_gradient, input_length
+from treadle.policy.client.types import LossStats, TokenValues, TrainSequence
 
 if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
@@ -152,6 +152,37 @@ class Collected:
     num_micro_batches: int
     metrics: Mapping[str, float]
     tokens: TokenValues | None
+
+    def of_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        computed: Sequence[int],
+        *,
+        num_loss_tokens: int,
+        time_s: float,
+    ) -> LossStats:
+        """Returns the result of `forward_backward` on a batch."""
+        return LossStats(
+            loss=self.loss,
+            num_sequences=len(sequences),
+            num_computed=len(computed),
+            num_tokens=sum(input_length(sequences[i]) for i in computed),
+            num_rows=self.num_rows,
+            num_loss_tokens=num_loss_tokens,
+            num_micro_batches=self.num_micro_batches,
+            time_s=time_s,
+            metrics=self.metrics,
+            tokens=self.tokens,
+        )
+
+
+def to_compute(sequences: Sequence[TrainSequence], loss: LossFn) -> list[int]:
+    """Returns which sequences go through the model: others have no gradient to give."""
+    return [
+        index
+        for index, sequence in enumerate(sequences)
+        if sequence.num_loss_tokens and (has_gradient(sequence) or not loss.zero_without_advantage)
+    ]
 
 
 class StatsCollector:

@@ -90,6 +90,44 @@ def save_folder(write: Callable[[Path], None], folder: Path) -> None:
     together(make if dist.get_rank() == 0 else None, folder)
 
 
+def write_directory(
+    directory: Path,
+    write: Callable[[Path], None],
+    finish: Callable[[Path], None],
+    *,
+    first: bool,
+) -> None:
+    """Makes `directory`, of what all ranks write into it; collective.
+
+    Args:
+        finish: Run on the first rank, when all others have written.
+        first: Whether this rank makes the directory and gives it its name.
+
+    Raises:
+        CheckpointError: `directory` exists, or some rank could not write; on every rank.
+    """
+    building = directory.with_name(f".{directory.name}.writing")
+
+    def prepare() -> None:
+        if directory.exists():
+            raise FileExistsError(f"{directory} exists")
+        shutil.rmtree(building, ignore_errors=True)
+        building.mkdir(parents=True)
+
+    def end() -> None:
+        finish(building)
+        building.rename(directory)
+
+    try:
+        together(prepare if first else None, directory)
+        together(lambda: write(building), directory)
+        together(end if first else None, directory)
+    except CheckpointError:
+        if first:
+            shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
 def together(
     action: Callable[[], None] | None,
     place: Path,

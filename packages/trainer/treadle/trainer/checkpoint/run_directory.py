@@ -32,7 +32,7 @@ from treadle.trainer.checkpoint.manifest import (
     write_json,
     write_manifest,
 )
-from treadle.trainer.report.seals import seal, sha256_of
+from treadle.trainer.report.seals import seal_file
 
 __all__ = [
     "CHECKPOINTS",
@@ -358,9 +358,8 @@ class Checkpoints:
             write_json(partial / _STATE, state)
             await asyncio.to_thread(write_manifest, partial)
             partial.rename(self._directory / name)
-            manifest = f"{CHECKPOINTS}/{name}/{MANIFEST}"
-            digest = sha256_of(self._directory / name / MANIFEST)
-            seal(self._directory.parent, step, manifest, digest)
+            manifest = f"{self._directory.name}/{name}/{MANIFEST}"
+            seal_file(self._directory.parent, step, manifest)
             self._point_to(name)
         self._remove_old(name)
 

@@ -12,7 +12,6 @@ Any other key is unknown.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,7 +22,7 @@ from treadle.trainer.config.keys import leaf_of
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import DataConfig
 from treadle.trainer.config.verl.defaults import above, has_default, verl_defaults
-from treadle.trainer.config.verl.reasons import of_other_releases, reason
+from treadle.trainer.config.verl.reasons import first_fit, of_other_releases, reason
 from treadle.trainer.config.verl_table import IMPLIED, NOTED, NOTED_PATTERNS, RENAMED
 from treadle.trainer.problems import Problems
 
@@ -753,9 +752,7 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
 
 def _without_effect(key: str) -> str | None:
     """Returns why a key has no effect here, or None if it may have one."""
-    if key in NOTED:
-        return NOTED[key]
-    return next((why for pattern, why in NOTED_PATTERNS if fnmatchcase(key, pattern)), None)
+    return NOTED[key] if key in NOTED else first_fit(NOTED_PATTERNS, key)
 
 
 def _converted(assignment: Assignment, values: Verl) -> list[Assignment]:

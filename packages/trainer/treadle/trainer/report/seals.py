@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-__all__ = ["SEALS", "keep_seals", "read_seals", "seal", "sha256_of"]
+__all__ = ["SEALS", "keep_seals", "read_seals", "seal", "seal_file", "sha256_of"]
 
 SEALS: Final = "seals.jsonl"
 
@@ -31,6 +31,11 @@ def seal(run_dir: Path, step: int, name: str, sha256: str) -> None:
     line = json.dumps({"step": step, "name": name, "sha256": sha256}) + "\n"
     with (run_dir / SEALS).open("ab", buffering=0) as file:
         file.write(line.encode())
+
+
+def seal_file(run_dir: Path, step: int, name: str) -> None:
+    """Appends the seal of a file as it is now."""
+    seal(run_dir, step, name, sha256_of(run_dir / name))
 
 
 def sha256_of(path: Path) -> str:

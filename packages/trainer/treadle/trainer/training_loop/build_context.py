@@ -58,7 +58,7 @@ from treadle.trainer.training_loop.schedules.group_queue import QueueState
 from treadle.trainer.training_loop.schedules.group_store import GROUPS, GroupStore
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 
-__all__ = ["build_context", "total_steps"]
+__all__ = ["build_context", "policy_group", "total_steps"]
 
 
 @contextlib.asynccontextmanager
@@ -101,7 +101,7 @@ async def build_context(
         launcher = await stack.enter_async_context(make_launcher(config, run_dir / "logs"))
         weights_directory = _weights_directory(config, run_dir)
         secured = stack.enter_context(with_own_secrets(config, run_dir, launcher.tls))
-        policy = _policy(config, launcher, threads=plan.policy_threads)
+        policy = policy_group(config, launcher, threads=plan.policy_threads)
         publisher = WeightPublisher(
             policy,
             config.sync,
@@ -269,7 +269,8 @@ def _resumed_groups(checkpoint: Checkpoint | None, batch_size: int) -> QueueStat
     return QueueState.of(checkpoint.groups)
 
 
-def _policy(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
+def policy_group(config: Config, launcher: Launcher, *, threads: int) -> PolicyGroup:
+    """Returns the policy of a run, which is not started yet."""
     topology = make_topology(config.launch, config.policy, config.rollout)
     gpus = getattr(config.launch, "gpus_per_policy_rank", 0.0)
     devices = () if topology is None else topology.ranks

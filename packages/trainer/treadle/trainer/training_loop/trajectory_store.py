@@ -36,7 +36,7 @@ from treadle.tracing.trajectories import (
     write_file,
     write_image,
 )
-from treadle.trainer.report.seals import seal, sha256_of
+from treadle.trainer.report.seals import seal_file
 from treadle.trainer.report.trajectories import Decode, Phase, choose
 from treadle.trainer.training_loop.trajectory_rows import make_rows
 
@@ -169,9 +169,8 @@ class TrajectoryStore:
             rows=rows,
             left_out=held.left_out,
         )
-        file = self._directory / file_name(held.step, held.phase)
-        name = f"{DIRECTORY}/{file.name}"
-        seal(self._directory.parent, held.step, name, sha256_of(file))
+        name = f"{DIRECTORY}/{file_name(held.step, held.phase)}"
+        seal_file(self._directory.parent, held.step, name)
         return size
 
     async def flush(self) -> None:

@@ -29,9 +29,10 @@ from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoint, Ch
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.local import LocalLauncher
-from treadle.trainer.launch.policy_ranks import rank_starter
 from treadle.trainer.model_source import with_local_model
+from treadle.trainer.plan import policy_threads
 from treadle.trainer.report.metrics import Record
+from treadle.trainer.training_loop.build_context import policy_group
 from treadle.trainer.training_loop.groups import survivors_of
 from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.verify.quick import train_file
@@ -128,18 +129,10 @@ async def replay_problems(
 
 @contextlib.asynccontextmanager
 async def _policy(config: Config, logs: Path) -> AsyncIterator[PolicyGroup]:
-    parallel = config.policy.parallel
-    threads = config.launch.policy_threads or max(1, cpu_count() // parallel.num_ranks)
+    threads = policy_threads(config, cpu_count())
     async with (
         LocalLauncher(logs) as launcher,
-        PolicyGroup(
-            rank_starter(launcher, threads=threads),
-            config.policy,
-            config.model.path,
-            with_reference=config.algorithm.keeps_reference,
-            reference_path=config.algorithm.reference_path,
-            start_deadline_s=config.launch.start_deadline_s,
-        ) as policy,
+        policy_group(config, launcher, threads=threads) as policy,
     ):
         yield policy
 
@@ -177,7 +170,7 @@ def _metrics(computed: Mapping[str, float], record: Record, bound: float) -> Ite
 
 
 async def _weights(policy: PolicyGroup, saved: Checkpoint, scratch: Path) -> list[str]:
-    """Compares the policy with a checkpoint, then goes on with the policy's own state."""
+    """Compares the policy with a checkpoint, whose state it has afterwards."""
     ours, theirs = scratch / "computed", scratch / "kept"
     await policy.call(SaveHfRequest(directory=str(ours)))
     await policy.call(LoadRequest(directory=str(saved.policy_directory.absolute())))

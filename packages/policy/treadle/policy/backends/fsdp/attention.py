@@ -75,7 +75,7 @@ def _attend(
     if unknown := given - _NO_EFFECT:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not packed")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    lengths = [query_BHPD.shape[2]] if _lengths is None else list(_lengths)
+    lengths = list(_lengths)
     parts = []
     for q, k, v in zip(
         *(x.split(lengths, 2) for x in (query_BHPD, key_BKPD, value_BKPD)), strict=True

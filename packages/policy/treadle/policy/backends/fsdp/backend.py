@@ -32,9 +32,9 @@ from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.net import Net, load
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.hf_weights import write_folder
-from treadle.policy.backends.loss_batch import StatsCollector
+from treadle.policy.backends.loss_batch import StatsCollector, to_compute
 from treadle.policy.backends.ranks import device, join, together
-from treadle.policy.client.batch import has_gradient, input_length, token_weights
+from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
     LossStats,
@@ -209,11 +209,7 @@ class FsdpPolicy(PolicyBackend):
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = Batch(sequences, of_tokens, at=self.device, packs=self._net.packs)
-        computed = [
-            i
-            for i, s in enumerate(sequences)
-            if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
-        ]
+        computed = to_compute(sequences, loss)
         collector = StatsCollector(loss, batch, computed, keep_tokens=keep_tokens)
         self._has_gradient = True
         count = 0
@@ -230,17 +226,11 @@ class FsdpPolicy(PolicyBackend):
                     total = (output.loss_T * micro.weights_T).sum() * self._num_ranks
                 total.backward()
         collected = collector.reduce(count)
-        return LossStats(
-            loss=collected.loss,
-            num_sequences=len(sequences),
-            num_computed=len(computed),
-            num_tokens=sum(input_length(sequences[i]) for i in computed),
-            num_rows=collected.num_rows,
+        return collected.of_step(
+            sequences,
+            computed,
             num_loss_tokens=batch.num_loss_tokens,
-            num_micro_batches=collected.num_micro_batches,
             time_s=time.perf_counter() - began,
-            metrics=collected.metrics,
-            tokens=collected.tokens,
         )
 
     def optimizer_step(self) -> OptimizerStats:

@@ -1,13 +1,12 @@
 """The checkpoint: weights, optimizer state and step, read by any number of ranks.
 
-Invariant: a checkpoint directory is complete or does not exist (`ranks.together`). Tensors are
-written by `torch.distributed.checkpoint`, by name and place in the whole.
+Invariant: a checkpoint directory is complete or does not exist (`ranks.write_directory`).
+`torch.distributed.checkpoint` writes tensors by name and place in the whole.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from treadle.policy.backend import CheckpointError
-from treadle.policy.backends.ranks import explain, together
+from treadle.policy.backends.ranks import explain, write_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,32 +36,16 @@ def save(tensors: Mapping[str, Tensor], identity: Any, directory: Path, *, step:
     Raises:
         CheckpointError: `directory` exists, or some rank could not write; on every rank.
     """
-    building = directory.with_name(f".{directory.name}.writing")
-    first = dist.get_rank() == 0
 
-    def prepare() -> None:
-        if directory.exists():
-            raise FileExistsError(f"{directory} exists")
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
-
-    def write() -> None:
+    def write(building: Path) -> None:
         writer = FileSystemWriter(building, thread_count=1, sync_files=True)
         save_tensors(dict(tensors), storage_writer=writer)
 
-    def finish() -> None:
+    def finish(building: Path) -> None:
         state = {"step": step, "identity": identity}
         (building / _STATE).write_text(json.dumps(state), encoding="utf-8")
-        building.rename(directory)
 
-    try:
-        together(prepare if first else None, directory)
-        together(write, directory)
-        together(finish if first else None, directory)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(building, ignore_errors=True)
-        raise
+    write_directory(directory, write, finish, first=dist.get_rank() == 0)
 
 
 def load(tensors: Mapping[str, Tensor], identity: Any, directory: Path) -> int:

@@ -15,11 +15,11 @@ from treadle.policy.backends.description import (
     MemoryEstimate,
     ModelShape,
     UnsupportedModelError,
+    refuse_quantised,
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.client.hf_files import (
     missing_weights,
-    quantisation,
     tensor_shapes,
     weight_files,
 )
@@ -81,11 +81,7 @@ class FsdpDescription(BackendDescription):
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not among those that the fsdp backend is tested with"
             )
-        if (found := quantisation(folder)) is not None:
-            raise UnsupportedModelError(
-                f"the weights are quantised, which is not read: {found}; take the model's "
-                "publication in bfloat16, or dequantise it"
-            )
+        refuse_quantised(folder)
         whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         config = whole.get_text_config()
         if found_ropes := {*_rope_types(getattr(config, "rope_parameters", None))} & _BY_LENGTH:

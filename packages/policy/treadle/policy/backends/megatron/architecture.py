@@ -16,10 +16,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from treadle.policy.backends.description import ModelShape, UnsupportedModelError
+from treadle.policy.backends.description import (
+    ModelShape,
+    UnsupportedModelError,
+    refuse_quantised,
+)
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
 from treadle.policy.backends.megatron.vision.shape import VisionShape
-from treadle.policy.client.hf_files import quantisation
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -227,11 +230,7 @@ class Architecture(ModelShape):
             )
         # Before transformers reads it, which knows fewer types than there are.
         _check_type(json.loads(file.read_text(encoding="utf-8")).get("model_type"))
-        if (found := quantisation(folder)) is not None:
-            raise UnsupportedModelError(
-                f"the weights are quantised, which is not read: {found}; take the model's "
-                "publication in bfloat16, or dequantise it"
-            )
+        refuse_quantised(folder)
         return cls.from_config(AutoConfig.from_pretrained(folder, local_files_only=True))
 
     @classmethod

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends.hf_weights import WeightsReader
-from treadle.policy.backends.loss_batch import StatsCollector
+from treadle.policy.backends.loss_batch import StatsCollector, to_compute
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.context.rows import row_multiple
@@ -48,7 +48,7 @@ from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
 from treadle.policy.backends.ranks import save_folder
 from treadle.policy.client import prefixes
-from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
+from treadle.policy.client.batch import balance, input_length, pack, token_weights
 from treadle.policy.client.types import (
     LossAggregation,
     LossStats,
@@ -273,11 +273,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         packer = self.packer(sequences, of_tokens, replaying=self._replaying)
-        computed = [
-            i
-            for i, s in enumerate(sequences)
-            if s.num_loss_tokens and (has_gradient(s) or not loss.zero_without_advantage)
-        ]
+        computed = to_compute(sequences, loss)
         micro_batches = self.micro_batches(packer, sequences, computed)
         collector = StatsCollector(
             loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
@@ -293,23 +289,16 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
         collected = collector.reduce(len(micro_batches))
-        return LossStats(
-            loss=collected.loss,
-            num_sequences=len(sequences),
-            num_computed=len(computed),
-            num_tokens=sum(input_length(sequences[i]) for i in computed),
-            num_rows=collected.num_rows,
+        stats = collected.of_step(
+            sequences,
+            computed,
             num_loss_tokens=packer.num_loss_tokens,
-            num_micro_batches=collected.num_micro_batches,
             time_s=time.perf_counter() - began,
-            metrics={
-                **collected.metrics,
-                **load.metrics(
-                    self._model, self.architecture, replaying=self._replaying is not None
-                ),
-            },
-            tokens=collected.tokens,
         )
+        of_experts = load.metrics(
+            self._model, self.architecture, replaying=self._replaying is not None
+        )
+        return replace(stats, metrics={**stats.metrics, **of_experts})
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""

@@ -19,7 +19,6 @@ forks, which a process that also speaks gRPC must not do.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -36,7 +35,7 @@ from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.hf_weights import write_folder
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.lora.linears import is_adapter
-from treadle.policy.backends.ranks import explain, together
+from treadle.policy.backends.ranks import explain, together, write_directory
 from treadle.policy.client.types import NamedTensor, TensorSpec
 
 device.install()
@@ -174,34 +173,21 @@ def save(state: PolicyState, directory: Path, *, step: int, world: World) -> Non
     Raises:
         CheckpointError: `directory` exists, or some rank could not write; on every rank.
     """
-    building = directory.with_name(f".{directory.name}.writing")
-    first = world.rank == 0
     common = {
         "step": step,
         "adam_steps": state.adam_steps,
         "architecture": state.identity,
     }
 
-    def prepare() -> None:
-        if directory.exists():
-            raise FileExistsError(f"{directory} exists")
-        shutil.rmtree(building, ignore_errors=True)
-        building.mkdir(parents=True)
+    sharded, _ = save_preprocess(state.sharded(loading=False))
 
-    def finish() -> None:
+    def finish(building: Path) -> None:
         torch.save(common, building / _COMMON)
         save_config(CheckpointingConfig("torch_dist", 1), str(building))
-        building.rename(directory)
 
-    try:
-        together(prepare if first else None, directory)
-        sharded, _ = save_preprocess(state.sharded(loading=False))
-        together(lambda: _write_tensors(sharded, building), directory)
-        together(finish if first else None, directory)
-    except CheckpointError:
-        if first:
-            shutil.rmtree(building, ignore_errors=True)
-        raise
+    write_directory(
+        directory, lambda place: _write_tensors(sharded, place), finish, first=world.rank == 0
+    )
 
 
 def load(state: PolicyState, directory: Path) -> int:

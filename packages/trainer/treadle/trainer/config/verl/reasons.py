@@ -7,7 +7,7 @@ fits a key counts, so that what is special stands above what is general.
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-__all__ = ["REASONS", "of_other_releases", "reason"]
+__all__ = ["REASONS", "first_fit", "of_other_releases", "reason"]
 
 _JUDGE = "a reward is reward.name=path.py:function, or a rubric.yaml for a model that judges"
 _ENGINE_ARGS = "set the engine's own argument in rollout.engine_args"
@@ -234,11 +234,16 @@ _OTHER_RELEASES: Sequence[tuple[str, str]] = (
 )
 
 
+def first_fit(rows: Sequence[tuple[str, str]], key: str) -> str | None:
+    """Returns the text of the first pattern that fits a key; None if none does."""
+    return next((text for pattern, text in rows if fnmatchcase(key, pattern)), None)
+
+
 def of_other_releases(key: str) -> str | None:
     """Returns why a key that only other releases of verl have is not available."""
-    return next((why for pattern, why in _OTHER_RELEASES if fnmatchcase(key, pattern)), None)
+    return first_fit(_OTHER_RELEASES, key)
 
 
 def reason(key: str) -> str | None:
     """Returns why a key is not available; None where nothing is known about it."""
-    return next((why for pattern, why in REASONS if fnmatchcase(key, pattern)), None)
+    return first_fit(REASONS, key)
