@@ -43,7 +43,7 @@ from treadle.policy.client.types import (
     OptimizerStats,
     TensorSpec,
 )
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     import numpy as np

@@ -29,13 +29,12 @@ def open_both(
     folder: Path, critic: CriticConfig = CRITIC, rendezvous: Any = None, **settings: Any
 ) -> tuple[Any, Any]:
     from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 
     config = PolicyConfig(
         optimizer=OptimizerConfig(lr=0.05, eps=1.0), micro_batch_tokens=80, **settings
     )
     policy = MegatronPolicy(config, folder, rendezvous)
-    return policy, MegatronCritic(policy, critic, config, folder)
+    return policy, policy.make_critic(critic)
 
 
 def with_targets(
