@@ -36,7 +36,7 @@ _PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
 )
 """One grey pixel."""
-expect.set_options(timeout=60_000)  # Five seconds are few for Plotly on a busy machine.
+expect.set_options(timeout=60_000)  # Five seconds are few on a busy machine.
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +101,6 @@ def _serve(runs: list[Path]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """One for all pages, so that Plotly is compiled once."""
     with browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light") as one:
         yield one
 
@@ -125,15 +124,33 @@ def test_curves_of_all_runs_are_overlaid(page: Page, address: str) -> None:
     page.goto(address)
     chart = page.locator('[data-metric="reward/mean"]')
     # Of each of two runs the line and its smoothed line; the third has one point.
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(5)
+    expect(chart.locator(".trace")).to_have_count(5)
     page.keyboard.press("/")
     page.keyboard.type("b/c")
     page.locator(".metric-names label", has_text="c").click()
     expect(page.locator("[data-metric]")).to_have_count(2)
     page.get_by_label("Smoothing").fill("0")
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(3)
+    expect(chart.locator(".trace")).to_have_count(3)
     page.locator(".legend-item", has_text="second").click()
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(2)
+    expect(chart.locator(".trace")).to_have_count(2)
+
+
+def test_a_curve_is_read_and_zoomed(page: Page, address: str) -> None:
+    page.goto(f"{address}#/curves?smooth=0&m=reward/mean")
+    chart = page.locator('[data-metric="reward/mean"]')
+    points = chart.locator("circle")
+    expect(points).to_have_count(41)
+    box = chart.locator(".plot svg svg").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 1, box["y"] + 50)
+    expect(chart.locator(".values")).to_contain_text("first 0 at step 0")
+    before = points.nth(19).get_attribute("cx")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.up()
+    assert points.nth(19).get_attribute("cx") != before
+    page.mouse.dblclick(box["x"] + 9, box["y"] + 9)
+    assert points.nth(19).get_attribute("cx") == before
 
 
 def test_curves_grow_while_the_run_trains(page: Page, tmp_path: Path) -> None:

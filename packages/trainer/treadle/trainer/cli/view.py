@@ -8,7 +8,7 @@ from treadle.trainer.cli.console import fail, say
 
 __all__ = ["main"]
 
-_LIBRARIES = ("duckdb", "plotly", "pyarrow", "starlette", "uvicorn")
+_LIBRARIES = ("duckdb", "pyarrow", "starlette", "uvicorn")
 """The libraries of treadle-tracing[viewer]."""
 
 

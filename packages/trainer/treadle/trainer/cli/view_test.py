@@ -74,10 +74,10 @@ def test_without_its_libraries_it_says_what_to_install(
     monkeypatch.setattr(
         importlib.util,
         "find_spec",
-        lambda name, *rest: None if name == "plotly" else find_spec(name, *rest),
+        lambda name, *rest: None if name == "uvicorn" else find_spec(name, *rest),
     )
     assert main(["view", str(tmp_path)]) == 2
-    assert "plotly is not installed: pip install 'treadle-tracing[viewer]'" in (
+    assert "uvicorn is not installed: pip install 'treadle-tracing[viewer]'" in (
         capsys.readouterr().err
     )
 

@@ -14,7 +14,7 @@
  *   ends_at: string | null, notes: {step: number, note: string}[], config: Record<string, any>,
  *   problems: string[],
  * }} RunInfo
- * @typedef {{runs: RunInfo[], feeds: MetricFeed[], plotly: string}} App
+ * @typedef {{runs: RunInfo[], feeds: MetricFeed[]}} App
  */
 
 import { get } from "./api.js";
@@ -44,7 +44,7 @@ const VIEWS = [
 const OF_ONE_RUN = ["trajectories", "timeline", "trajectory"];
 
 /** @type {App} */
-const app = { runs: [], feeds: [], plotly: "" };
+const app = { runs: [], feeds: [] };
 /** @type {Shown} */
 let shown = {};
 /** @type {Set<string>} Problems that the reader has closed. */
@@ -146,9 +146,7 @@ function problems() {
 async function poll() {
   try {
     const before = JSON.stringify(app.runs);
-    const found = await get("runs");
-    app.runs = found.runs;
-    app.plotly = found.plotly;
+    app.runs = (await get("runs")).runs;
     while (app.feeds.length < app.runs.length) app.feeds.push(new MetricFeed(app.feeds.length));
     const news = await Promise.all(app.feeds.map((feed) => feed.read()));
     if (before !== JSON.stringify(app.runs) || news.some(Boolean)) {
