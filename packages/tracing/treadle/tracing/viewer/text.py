@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from treadle.tracing.inert import inert
 from treadle.tracing.trajectories.run_directories import METRICS, name_runs
-from treadle.tracing.viewer.metric_lines import START, read_increment
+from treadle.tracing.viewer.metric_lines import read_lines
 
 __all__ = ["conversation", "curves"]
 
@@ -30,7 +30,7 @@ def curves(directories: Sequence[Path]) -> str:
     lines, alerts = [], []
     for directory, name in name_runs(directories).items():
         series: dict[str, list[float]] = {}
-        for values in _metric_lines(directory / METRICS):
+        for values in read_lines(directory / METRICS)[0]:
             for metric, value in values.items():
                 if value is not None and metric != "step":
                     series.setdefault(metric, []).append(value)
@@ -53,14 +53,6 @@ def conversation(trajectory: Mapping[str, Any]) -> str:
         trajectory: All columns of one row.
     """
     return "".join(f"{inert(line)}\n" for line in _lines(trajectory))
-
-
-def _metric_lines(path: Path) -> Iterator[Mapping[str, float | None]]:
-    cursor, more = START, True
-    while more:
-        found = read_increment(path, cursor)
-        cursor, more = found.cursor, found.more
-        yield from found.lines
 
 
 def _sparkline(values: Sequence[float]) -> str:

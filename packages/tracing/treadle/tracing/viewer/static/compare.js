@@ -188,7 +188,7 @@ export function compare(root, params, app) {
  * @param {string} prefix
  * @param {Map<string, string>} found
  */
-function flat(value, prefix = "", found = new Map()) {
+export function flat(value, prefix = "", found = new Map()) {
   if (value && typeof value === "object" && !Array.isArray(value)) {
     for (const [key, item] of Object.entries(value))
       flat(item, prefix ? `${prefix}.${key}` : key, found);
