@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
-from treadle.agent_loop.parsers.scan import Block, Scan, Thoughts
+from treadle.agent_loop.parsers.scan import ReasoningBlock, Scan, Thoughts
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 from treadle.agent_loop.tokens.renderer import CallFrame
@@ -125,7 +125,7 @@ class FormatParser:
             marks=self._marks,
             unclosed=unclosed,
             rule=self._unclosed,
-            first=Block(start=0, stop=start, closed=closed),
+            first=ReasoningBlock(start=0, stop=start, closed=closed),
         )
         scan = Scan(text, start=start, new_id=new_id, thoughts=thoughts)
         read(scan, schemas)
