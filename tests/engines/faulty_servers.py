@@ -47,7 +47,7 @@ from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.updates import buckets, files, weight_updater
 from treadle.rollout_server.updates.begin import Begin
 from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
+from treadle.rollout_server.updates.delta import DeltaBase, DeltaEncoding, as_base
 from treadle.rollout_server.updates.incoming import IncomingTensors
 from treadle.rollout_server.updates.staging import Assembler
 from treadle.rollout_server.updates.weight_update import CurrentUpdate, WeightUpdate
@@ -263,7 +263,9 @@ def _never_different(self: DeltaBase, index: int, crc32: int) -> str | None:
     return None
 
 
-def _as_any_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
+def _as_any_base(
+    kept: Sequence[TensorSpec], base: DeltaBase | None, delta: DeltaEncoding
+) -> DeltaBase:
     """Uses the base that is held, whichever was requested."""
     wanted = delta.base_version if base is None else base.version
     return _AS_BASE(kept, base, replace(delta, base_version=wanted))

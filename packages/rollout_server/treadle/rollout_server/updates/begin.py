@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from treadle.rollout_server.engine import CollectiveGroup, InFlightPolicy, TensorSpec
-from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.delta import DeltaEncoding
 from treadle.rollout_server.updates.files import WeightFiles
 
 
@@ -31,7 +31,7 @@ class Begin:
     lease_s: float
     in_place: InFlightPolicy | None = None
     source: CollectiveGroup | WeightFiles | None = None
-    delta: Delta | None = None
+    delta: DeltaEncoding | None = None
     keep_base: bool = False
 
     @property
