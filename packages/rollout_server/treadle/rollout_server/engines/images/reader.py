@@ -35,7 +35,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from treadle.rollout_server.engine import PromptImage
-from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
+from treadle.rollout_server.errors import ImageUnreadable, InvalidField, PlaceholderMismatch
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
@@ -188,7 +188,7 @@ class ImageReader:
         _, height, width = decoded.pixels.shape
         grid = (height // self._stride, width // self._stride)
         if grid[0] * grid[1] != image.num_tokens:
-            raise ImagePlaceholders(index, image.start, image.num_tokens, grid[0] * grid[1])
+            raise PlaceholderMismatch(index, image.start, image.num_tokens, grid[0] * grid[1])
         return PlacedImage(start=image.start, grid=grid, image=decoded)
 
     async def _decoded(self, image: PromptImage) -> DecodedImage:

@@ -32,7 +32,7 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     write_vision_model,
 )
 from treadle.rollout_server.engines.torch.vision import VisionTower
-from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable
+from treadle.rollout_server.errors import ImageUnreadable, PlaceholderMismatch
 
 _MODEL: Any = Qwen2_5_VLModel
 with torch.device("meta"):
@@ -363,7 +363,7 @@ def test_a_broken_file_is_read_or_refused(
     image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=4)
     try:
         (read,) = asyncio.run(reader.read([image], [PLACEHOLDER] * 4))
-    except (ImageUnreadable, ImagePlaceholders):
+    except (ImageUnreadable, PlaceholderMismatch):
         return
     assert read.image.pixels.shape == (3, 8 * read.grid[0], 8 * read.grid[1])
 
