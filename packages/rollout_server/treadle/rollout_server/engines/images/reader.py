@@ -6,7 +6,7 @@ so two prompts share a cached prefix only as far as their images are equal too
 be decoded, or whose number of placeholders is wrong, is rejected here, before the sequence
 takes any resources.
 
-Who waits: `ImageReader.read` waits for the thread that hashes an image and the one that
+Who waits: `ImageDecoder.read` waits for the thread that hashes an image and the one that
 decodes it. A second request for an image that is being decoded waits for the first decode, on
 the event loop and not on a thread: eight samples of one prompt arrive together, decode its
 images once and leave the other threads to other prompts. A decode that nobody waits for any
@@ -99,7 +99,7 @@ class _PendingImage:
     num_waiting: int = 0
 
 
-class ImageReader:
+class ImageDecoder:
     """Decodes the images of prompts for one model. Used from a single event loop.
 
     Args:

@@ -30,7 +30,7 @@ from transformers import (
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
-from treadle.rollout_server.engines.images.reader import ImageReader, PlacedImage
+from treadle.rollout_server.engines.images.reader import ImageDecoder, PlacedImage
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     StepLayout,
@@ -134,9 +134,9 @@ class CachedModel:
         self._model.requires_grad_(False).train(False).to(self.device)
         self._renamed = _PUBLISHED.get(config.model_type, ())
         self._parameters = self._published_parameters()
-        self.images: ImageReader | None = None
+        self.images: ImageDecoder | None = None
         if takes_images:
-            self.images = ImageReader(
+            self.images = ImageDecoder(
                 source.path,
                 placeholder_id=config.image_token_id,
                 cache_bytes=source.image_cache_bytes,
