@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         argv: Arguments without the program name.
 
     Raises:
-        ConfigError: A key is unknown, or a value is out of range or contradictory.
+        ServerConfigError: A key is unknown, or a value is out of range or contradictory.
         SystemExit: With code 0, after ``--help``.
     """
     try:

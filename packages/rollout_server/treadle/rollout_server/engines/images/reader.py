@@ -153,7 +153,7 @@ class ImageDecoder:
 
         Raises:
             ImageUnreadable: An image cannot be decoded, or is too large.
-            ImagePlaceholders: The number of placeholders of an image is wrong.
+            PlaceholderMismatch: The number of placeholders of an image is wrong.
             InvalidField: An id in the place of an image is not the placeholder.
         """
         for index, image in enumerate(images):
