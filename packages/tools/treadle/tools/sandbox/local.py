@@ -33,7 +33,7 @@ from treadle.tools.sandbox.execution import (
     SandboxError,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.isolation.bubblewrap import Launcher, explain, find_bubblewraps
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap, explain, find_bubblewraps
 from treadle.tools.sandbox.isolation.cgroups import ROOM_MIB, Cgroups, own_cgroup
 from treadle.tools.sandbox.isolation.host_files import HostFiles, find_host_files
 from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, compile_filter
@@ -120,7 +120,7 @@ class LocalSandbox:
         self._recent_s: deque[float] = deque([1.0], maxlen=_RECENT)
         self._started = self._started_warm = self._refused = self._failed = 0
         self._stack = AsyncExitStack()
-        self._launcher: Launcher | None = None
+        self._launcher: Bubblewrap | None = None
         self._filter = b""
         self._files: HostFiles | None = None
 
@@ -244,7 +244,7 @@ class LocalSandbox:
             await worker.kill()
         return None
 
-    async def _start(self, launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+    async def _start(self, launcher: Bubblewrap, *, preload: tuple[str, ...]) -> Worker:
         return await Worker.start(
             launcher, self._filter, self.limits, preload=preload, cgroups=self._cgroups
         )
@@ -276,14 +276,14 @@ class LocalSandbox:
             if ending:
                 await asyncio.wait(ending)
 
-    async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Launcher:
+    async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Bubblewrap:
         reasons = []
         sandboxes = self._num_places + self._warm_wanted
         for bubblewrap in find_bubblewraps():
             async with AsyncExitStack() as trial:
                 try:
                     launcher = await trial.enter_async_context(
-                        Launcher(bubblewrap, files, self.limits, sandboxes=sandboxes)
+                        Bubblewrap(bubblewrap, files, self.limits, sandboxes=sandboxes)
                     )
                     await self._try(launcher)
                 except (SetupError, SandboxError) as error:
@@ -296,7 +296,7 @@ class LocalSandbox:
             "without. " + " | ".join(reasons)
         )
 
-    async def _try(self, launcher: Launcher) -> None:
+    async def _try(self, launcher: Bubblewrap) -> None:
         worker = await self._start(launcher, preload=self._preload)
         execution = await worker.run(_CHECK)
         if execution.status is not RunStatus.FINISHED or execution.stdout != "42\n":
