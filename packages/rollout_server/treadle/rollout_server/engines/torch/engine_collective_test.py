@@ -13,7 +13,7 @@ import torch
 from treadle.conformance.client.collective_sender import TensorBroadcaster
 from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_group import Membership
+from treadle.rollout_server.engines.common.collective_group import GroupMember
 from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
     complete,
@@ -63,13 +63,13 @@ async def test_cancelling_ends_the_receiving(
     path = model_dir("qwen2", seed=0)
     tensors = named_tensors(path)
     sender = TensorBroadcaster(tensors)
-    waits, loop, wait = asyncio.Event(), asyncio.get_running_loop(), Membership.wait
+    waits, loop, wait = asyncio.Event(), asyncio.get_running_loop(), GroupMember.wait
 
-    def told(self: Membership, work: Any, stop: Any) -> None:
+    def told(self: GroupMember, work: Any, stop: Any) -> None:
         loop.call_soon_threadsafe(waits.set)
         wait(self, work, stop)
 
-    monkeypatch.setattr(Membership, "wait", told)
+    monkeypatch.setattr(GroupMember, "wait", told)
     async with serving(path) as engine:
         specs = [tensor.spec for tensor in tensors]
         await engine.pause(InFlightPolicy.DRAIN)
