@@ -21,7 +21,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class ModelConfig(_Model):
+class ServedModelConfig(_Model):
     """The model that the engine loads."""
 
     path: Path | None = Field(
@@ -233,7 +233,7 @@ class ServerConfig(_Model):
         default=None,
         description="host:port of /metrics for Prometheus; port 0 picks one. Unset: no metrics.",
     )
-    model: ModelConfig = ModelConfig()
+    model: ServedModelConfig = ServedModelConfig()
     fake: FakeConfig = FakeConfig()
     admission: AdmissionConfig = AdmissionConfig()
     coalesce: CoalesceConfig = CoalesceConfig()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.config.schema import (
-    ModelConfig,
+    ServedModelConfig,
     ServerConfig,
     TracingConfig,
     WeightsConfig,
@@ -27,7 +27,7 @@ VLLM_GPU = {
 }
 SGLANG = {"sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"}
 HEALTHY = Facts(
-    config=ServerConfig(engine="vllm", model=ModelConfig(path=Path("/m"))),
+    config=ServerConfig(engine="vllm", model=ServedModelConfig(path=Path("/m"))),
     python="3.11.7",
     versions=VLLM_CPU,
     imports={"torch": "", "vllm": ""},
@@ -52,7 +52,7 @@ ON_GPU = replace(HEALTHY, versions=VLLM_GPU, cuda_build="13.0", cuda_devices=2, 
 def with_config(facts: Facts, engine: str = "vllm", **model: Any) -> Facts:
     config = ServerConfig(
         engine=engine,
-        model=ModelConfig(path=Path("/m"), **model),
+        model=ServedModelConfig(path=Path("/m"), **model),
         weights=WeightsConfig(directory=Path("/w")),
     )
     return replace(facts, config=config)
