@@ -174,7 +174,7 @@ class SecurityConfig(_Model):
         return self
 
 
-class TracingConfig(_Model):
+class ServerTracingConfig(_Model):
     """Where the spans of calls go whose callers record their traces."""
 
     jsonl: Path | None = Field(
@@ -239,7 +239,7 @@ class ServerConfig(_Model):
     coalesce: CoalesceConfig = CoalesceConfig()
     weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
-    tracing: TracingConfig = TracingConfig()
+    tracing: ServerTracingConfig = ServerTracingConfig()
 
     @model_validator(mode="after")
     def _addresses_are_safe(self) -> Self:

@@ -10,7 +10,7 @@ import pytest
 from treadle.rollout_server.config.schema import (
     ServedModelConfig,
     ServerConfig,
-    TracingConfig,
+    ServerTracingConfig,
     WeightsConfig,
 )
 from treadle.rollout_server.doctor.command import examine, main
@@ -261,7 +261,9 @@ def test_options_that_are_not_valid_are_told_as_the_server_would(
 
 
 def test_spans_that_nothing_could_send() -> None:
-    traced = HEALTHY.config.model_copy(update={"tracing": TracingConfig(otlp="http://traces:4318")})
+    traced = HEALTHY.config.model_copy(
+        update={"tracing": ServerTracingConfig(otlp="http://traces:4318")}
+    )
     library = "opentelemetry-exporter-otlp-proto-http"
     facts = replace(HEALTHY, config=traced)
     (finding,) = (each for each in examine(facts) if each.check == library)
