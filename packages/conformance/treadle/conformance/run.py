@@ -37,7 +37,7 @@ _SKIPPED_NAMES = {
 """The one line in the table for a part that is skipped as a whole."""
 
 
-class Outcome(enum.Enum):
+class ContractOutcome(enum.Enum):
     """The outcome of a check."""
 
     HOLDS = "holds"
@@ -57,7 +57,7 @@ class Check:
 
     part: str
     name: str
-    outcome: Outcome
+    outcome: ContractOutcome
     seen: str
 
 
@@ -100,7 +100,7 @@ class Plugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records a check; of its phases, the first that did not pass decides."""
         known = self.checks.get(report.nodeid)
-        if known is not None and known.outcome is not Outcome.HOLDS:
+        if known is not None and known.outcome is not ContractOutcome.HOLDS:
             return
         if report.passed and report.when != "call":
             return
@@ -164,7 +164,7 @@ def run(
     checks = list(plugin.checks.values())
     if only is None:
         checks.extend(
-            Check(part=part, name=_SKIPPED_NAMES[part], outcome=Outcome.SKIPPED, seen=why)
+            Check(part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why)
             for part, why in skipped_parts.items()
         )
     return checks
@@ -189,8 +189,8 @@ def _expression(words: str) -> str:
 def _check(report: pytest.TestReport) -> Check:
     name = report.nodeid.rpartition("::")[2].removeprefix("test_")
     plain, bracket, value = name.partition("[")
-    outcome = {"passed": Outcome.HOLDS, "skipped": Outcome.SKIPPED}.get(
-        report.outcome, Outcome.FAILS
+    outcome = {"passed": ContractOutcome.HOLDS, "skipped": ContractOutcome.SKIPPED}.get(
+        report.outcome, ContractOutcome.FAILS
     )
     return Check(
         part=_part(report.nodeid).replace("_", " "),
@@ -200,10 +200,10 @@ def _check(report: pytest.TestReport) -> Check:
     )
 
 
-def _seen(report: pytest.TestReport, outcome: Outcome) -> Iterator[str]:
-    if outcome is Outcome.SKIPPED and isinstance(report.longrepr, tuple):
+def _seen(report: pytest.TestReport, outcome: ContractOutcome) -> Iterator[str]:
+    if outcome is ContractOutcome.SKIPPED and isinstance(report.longrepr, tuple):
         yield str(report.longrepr[2]).removeprefix("Skipped: ")
-    elif outcome is Outcome.FAILS:
+    elif outcome is ContractOutcome.FAILS:
         yield _crash(report.longrepr)
     for key, value in report.user_properties:
         if key == "seen":
