@@ -47,9 +47,9 @@ from typing import Self
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.capture.branch import (
     Branch,
+    BranchPlan,
     Continuation,
     Draft,
-    Plan,
     make_draft,
     plan_ids,
 )
@@ -332,7 +332,7 @@ class CapturedSession:
 
     async def _answer(
         self,
-        plan: Plan,
+        plan: BranchPlan,
         *,
         n: int,
         max_tokens: int | None,
@@ -369,7 +369,7 @@ class CapturedSession:
 
     async def _sample(
         self,
-        plan: Plan,
+        plan: BranchPlan,
         *,
         left: int,
         sampling: SamplingParams | None,
@@ -421,20 +421,20 @@ class CapturedSession:
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 
-    async def _plan(self, draft: Draft) -> Plan:
+    async def _plan(self, draft: Draft) -> BranchPlan:
         try:
             return await self._rendered(draft)
         except PromptTooLongError as error:
             raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
 
-    async def _rendered(self, draft: Draft) -> Plan:
+    async def _rendered(self, draft: Draft) -> BranchPlan:
         """Renders a draft, beside the event loop if it is long."""
         if draft.num_characters < _LONG:
             return draft.render(self._renderer, self._fit)
         return await asyncio.to_thread(draft.render, self._renderer, self._fit)
 
     @contextmanager
-    def _extending(self, plan: Plan, n: int) -> Iterator[None]:
+    def _extending(self, plan: BranchPlan, n: int) -> Iterator[None]:
         """Reserves the branch for this request, and counts its answers against the limits."""
         plan.branch.busy = True
         self._under_way += n
@@ -516,7 +516,7 @@ class CapturedSession:
     def _by_age(self) -> list[Branch]:
         return sorted(self._branches, key=lambda branch: branch.last_request)
 
-    def _tokens_left(self, plan: Plan, n: int) -> int:
+    def _tokens_left(self, plan: BranchPlan, n: int) -> int:
         """Returns the maximum number of tokens of each of n completions; at least 1."""
         limits, transcript = self._services.limits, plan.branch.transcript
         prompt = transcript.num_prompt_tokens
@@ -550,7 +550,7 @@ class CapturedSession:
             stop=stop,
         )
 
-    def _write(self, plan: Plan, turn: CapturedTurn, *, uncut: str | None) -> None:
+    def _write(self, plan: BranchPlan, turn: CapturedTurn, *, uncut: str | None) -> None:
         branch = plan.branch
         is_new = branch.last_request < 0
         branch.write(
