@@ -18,7 +18,7 @@ import pytest
 
 from treadle.conformance.contracts import CONTRACTS
 from treadle.conformance.contracts.remote_contract import Target
-from treadle.conformance.settings import Settings, why_lost
+from treadle.conformance.settings import KitSettings, why_lost
 
 _PARTS = (
     *("handshake", "generation", "pauses", "updates", "calls_again", "in_place", "files"),
@@ -64,7 +64,7 @@ class Check:
 class Plugin:
     """The pytest plugin that gives the checks their settings and collects their outcomes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KitSettings) -> None:
         self._settings = settings
         self._slow_failures = 0
         self._stop_reason = ""
@@ -72,7 +72,7 @@ class Plugin:
         self.broken: list[str] = []
 
     @pytest.fixture(scope="session")
-    def settings(self) -> Settings:
+    def settings(self) -> KitSettings:
         """Returns the settings of the kit."""
         return self._settings
 
@@ -126,7 +126,7 @@ class Plugin:
 
 
 def run(
-    settings: Settings, skipped_parts: Mapping[str, str], *, only: str | None = None
+    settings: KitSettings, skipped_parts: Mapping[str, str], *, only: str | None = None
 ) -> list[Check]:
     """Runs the checks, which takes minutes.
 

@@ -28,7 +28,7 @@ from treadle.conformance.client.shared_segment import (
 )
 from treadle.conformance.client.stubs import Stubs, stubs_for
 from treadle.conformance.contracts.reader import stream
-from treadle.conformance.settings import Settings
+from treadle.conformance.settings import KitSettings
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
@@ -71,7 +71,7 @@ class ServerHarness:
     """
 
     def __init__(
-        self, settings: Settings, channel: grpc.aio.Channel, info: srv.GetServerInfoResponse
+        self, settings: KitSettings, channel: grpc.aio.Channel, info: srv.GetServerInfoResponse
     ) -> None:
         self.settings = settings
         self.channel = channel
@@ -278,10 +278,10 @@ class ServerHarness:
 class Checks:
     """Base class of the checks that talk to the server message by message."""
 
-    settings: Settings
+    settings: KitSettings
 
     @pytest.fixture(autouse=True)
-    def _take_settings(self, settings: Settings) -> None:
+    def _take_settings(self, settings: KitSettings) -> None:
         self.settings = settings
 
     @asynccontextmanager
