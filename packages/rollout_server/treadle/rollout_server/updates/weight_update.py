@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from treadle.rollout_server.clock import Clock, Timer
+from treadle.rollout_server.clock import Clock, TimerHandle
 from treadle.rollout_server.errors import (
     InvalidField,
     UpdateIncomplete,
@@ -168,7 +168,7 @@ class CurrentUpdate:
         self._clock = clock
         self._live: WeightUpdate | None = None
         self._committed: WeightUpdate | None = None
-        self._timer: Timer | None = None
+        self._timer: TimerHandle | None = None
         self._ended: OrderedDict[str, tuple[UpdateState, int]] = OrderedDict()
         self._observers: list[Callable[[WeightUpdate], None]] = []
 
