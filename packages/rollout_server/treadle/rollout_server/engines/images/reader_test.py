@@ -31,7 +31,7 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     placed,
     write_vision_model,
 )
-from treadle.rollout_server.engines.torch.vision import VisionTower
+from treadle.rollout_server.engines.torch.vision import ImageEncoder
 from treadle.rollout_server.errors import ImageUnreadable, PlaceholderMismatch
 
 _MODEL: Any = Qwen2_5_VLModel
@@ -136,7 +136,7 @@ async def test_patches_are_those_of_the_image_processor(
     )
     (read,) = await reader.read([image], [PLACEHOLDER] * image.num_tokens)
     tower = Mirror()
-    patches = VisionTower(tower, reader.processor, torch.device("cpu")).encode_image(read)
+    patches = ImageEncoder(tower, reader.processor, torch.device("cpu")).encode_image(read)
     assert tower.grid == [[1, rows, columns]]
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
@@ -303,7 +303,7 @@ async def test_jpegs_have_the_colours_of_the_image_processor(
     expected = reader.processor(images=[Image.open(file)], return_tensors="pt")
     image = PromptImage(data=file.getvalue(), media_type="image/jpeg", start=0, num_tokens=6)
     (read,) = await reader.read([image], [PLACEHOLDER] * 6)
-    patches = VisionTower(Mirror(), reader.processor, torch.device("cpu")).encode_image(read)
+    patches = ImageEncoder(Mirror(), reader.processor, torch.device("cpu")).encode_image(read)
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
 

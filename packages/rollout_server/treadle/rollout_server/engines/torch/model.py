@@ -37,7 +37,7 @@ from treadle.rollout_server.engines.torch.attention import (
     cached_attention,
 )
 from treadle.rollout_server.engines.torch.kv_cache import KvCacheShape
-from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTower
+from treadle.rollout_server.engines.torch.vision import ImageEncoder, VisionInputs
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
@@ -143,7 +143,7 @@ class CachedModel:
             )
             tower = self._model.get_submodule("model.visual")
             tower.register_forward_hook(_stack_features)
-            self._tower = VisionTower(tower, self.images.processor, self.device)
+            self._tower = ImageEncoder(tower, self.images.processor, self.device)
         self.row_bytes = self.info.routed_row_bytes
         self._routed: list[torch.Tensor] = []
         routers = [m for m in self._model.modules() if type(m).__name__.endswith("TopKRouter")]
