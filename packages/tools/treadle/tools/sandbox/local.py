@@ -37,7 +37,7 @@ from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap, explain, find
 from treadle.tools.sandbox.isolation.cgroups import ROOM_MIB, Cgroups, own_cgroup
 from treadle.tools.sandbox.isolation.host_files import HostFiles, find_host_files
 from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, compile_filter
-from treadle.tools.sandbox.isolation.worker import SCRIPTS, Worker
+from treadle.tools.sandbox.isolation.worker import SCRIPTS, WorkerProcess
 from treadle.tools.sandbox.limits import SandboxLimits
 
 _log = logging.getLogger(__name__)
@@ -114,7 +114,7 @@ class LocalSandbox:
         self._cgroups: Cgroups | None = None
         self._places = asyncio.Semaphore(self._num_places)
         self._running = self._waiting = 0
-        self._warm: deque[Worker] = deque()
+        self._warm: deque[WorkerProcess] = deque()
         self._changed = asyncio.Event()
         self._all_warm = asyncio.Event()
         self._recent_s: deque[float] = deque([1.0], maxlen=_RECENT)
@@ -234,7 +234,7 @@ class LocalSandbox:
             worker = await self._start(self._launcher, preload=())
         return await worker.run(program)
 
-    async def _take_warm(self) -> Worker | None:
+    async def _take_warm(self) -> WorkerProcess | None:
         while self._warm:
             worker = self._warm.popleft()
             self._all_warm.clear()
@@ -244,8 +244,8 @@ class LocalSandbox:
             await worker.kill()
         return None
 
-    async def _start(self, launcher: Bubblewrap, *, preload: tuple[str, ...]) -> Worker:
-        return await Worker.start(
+    async def _start(self, launcher: Bubblewrap, *, preload: tuple[str, ...]) -> WorkerProcess:
+        return await WorkerProcess.start(
             launcher, self._filter, self.limits, preload=preload, cgroups=self._cgroups
         )
 

@@ -88,7 +88,7 @@ class _Outputs:
             capture.close()
 
 
-class Worker:
+class WorkerProcess:
     """Use `start`; then `run` once, or `kill`."""
 
     def __init__(
