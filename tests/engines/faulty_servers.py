@@ -46,7 +46,7 @@ from treadle.rollout_server.services import generation
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.updates import buckets, files, weight_updater
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.buckets import BucketPart, SharedSegment
+from treadle.rollout_server.updates.buckets import BucketPart, MappedSegment
 from treadle.rollout_server.updates.delta import DeltaBase, DeltaEncoding, as_base
 from treadle.rollout_server.updates.incoming import IncomingTensors
 from treadle.rollout_server.updates.staging import Assembler
@@ -291,7 +291,7 @@ class _AnyChecksum(int):
 
 
 async def _take_late(
-    self: IncomingTensors, segment: SharedSegment, parts: Sequence[BucketPart]
+    self: IncomingTensors, segment: MappedSegment, parts: Sequence[BucketPart]
 ) -> None:
     """Gives slots back at once and reads them only when the stream ends; staged only."""
     late = _LATE.setdefault(self, [])

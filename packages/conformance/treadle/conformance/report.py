@@ -46,8 +46,8 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
             yield textwrap.indent(textwrap.fill(seen, _WIDTH - 6), "      ")
     counts = Counter(check.outcome for check in checks)
     yield (
-        f"\n{counts[Outcome.HOLDS]} hold, {counts[Outcome.FAILS]} do not, "
-        f"{counts[Outcome.SKIPPED]} skipped"
+        f"\n{counts[ContractOutcome.HOLDS]} hold, {counts[ContractOutcome.FAILS]} do not, "
+        f"{counts[ContractOutcome.SKIPPED]} skipped"
     )
 
 

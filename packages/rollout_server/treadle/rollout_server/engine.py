@@ -54,7 +54,7 @@ class Engine(Protocol):
         Raises:
             ImageUnreadable: An image cannot be decoded; raised before `Started`.
             InvalidField: The engine does not know the constraint; raised before `Started`.
-            ImagePlaceholders: The prompt has another number of placeholder ids than the model
+            PlaceholderMismatch: The prompt has another number of placeholder ids than the model
                 makes of the image; raised before `Started`.
             Exception: Any other means that the engine is broken; the server stops serving.
         """

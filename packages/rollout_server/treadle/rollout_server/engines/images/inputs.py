@@ -78,7 +78,7 @@ class ImageInputs:
 
         Raises:
             ImageUnreadable: An image cannot be decoded, or is too large.
-            ImagePlaceholders: The number of placeholders of an image is wrong.
+            PlaceholderMismatch: The number of placeholders of an image is wrong.
             InvalidField: An id in the place of an image is not the placeholder.
         """
         placed = await self._reader.read(request.images, request.prompt)
