@@ -45,7 +45,7 @@ Weights = int | list[NamedTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledTokens:
+class ComparableTokens:
     """Token ids and log-probs of a completion, which compare equal within a tolerance in nats."""
 
     ids: list[int]
@@ -55,7 +55,7 @@ class SampledTokens:
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, SampledTokens):
+        if not isinstance(other, ComparableTokens):
             return NotImplemented
         pairs = zip(self.logprobs, other.logprobs, strict=False)
         return self.ids == other.ids and all(abs(a - b) <= self.tolerance for a, b in pairs)
@@ -117,11 +117,11 @@ class ServerHarness:
         """Resumes the server."""
         await self.stubs.control.Resume(srv.ResumeRequest(), timeout=CALL_S)
 
-    async def sample(self) -> SampledTokens:
+    async def sample(self) -> ComparableTokens:
         """Samples a fixed prompt with a fixed seed."""
         sampling = gen.SamplingParams(max_tokens=16, temperature=1, seed=5, ignore_eos=True)
         messages = await self.generate(prompt_token_ids=range(1, 17), sampling=sampling)
-        return SampledTokens(
+        return ComparableTokens(
             ids=token_ids_of(messages),
             logprobs=[round(x, 4) for message in messages for x in message.tokens.logprobs],
             tolerance=max(1e-3, self.settings.tolerance),
@@ -195,7 +195,7 @@ class ServerHarness:
         await self.refresh()
         return version
 
-    async def update_and_sample(self, which: Weights) -> SampledTokens:
+    async def update_and_sample(self, which: Weights) -> ComparableTokens:
         """Makes one whole update and samples afterwards."""
         await self.update(which)
         return await self.sample()
