@@ -21,10 +21,10 @@ from treadle.tracing.viewer.metric_lines import read_lines
 from treadle.tracing.viewer.runs import Run
 from treadle.tracing.viewer.trajectory import for_page
 
-__all__ = ["make_page"]
+__all__ = ["MAX_TRAJECTORIES", "make_page"]
 
 _STATIC: Final = Path(__file__).parent / "static"
-_MAX_TRAJECTORIES: Final = 300
+MAX_TRAJECTORIES: Final = 300
 _MAX_CHARACTERS: Final = 8_000_000
 """Maximum for all trajectories."""
 _MAX_STEPS: Final = 500
@@ -36,7 +36,13 @@ _Key = tuple[int, str]
 T = TypeVar("T")
 
 
-def make_page(directory: Path, *, name: str, summary: Sequence[Sequence[str]]) -> str:
+def make_page(
+    directory: Path,
+    *,
+    name: str,
+    summary: Sequence[Sequence[str]],
+    max_trajectories: int = MAX_TRAJECTORIES,
+) -> str:
     """Returns the page, as HTML.
 
     Args:
@@ -48,7 +54,7 @@ def make_page(directory: Path, *, name: str, summary: Sequence[Sequence[str]]) -
     """
     run = Run(directory, name)
     with run.trajectories as files:
-        shown = _choose(files)
+        shown = _choose(files, max_trajectories)
         share = _MAX_CHARACTERS // max(1, len(shown))
         total = files.count()
         info = run.describe()
@@ -66,13 +72,12 @@ def make_page(directory: Path, *, name: str, summary: Sequence[Sequence[str]]) -
     return _assemble(f'{_json(data)[:-1]},"trajectories":[{",".join(trajectories)}]}}')
 
 
-def _choose(files: TrajectoryFiles) -> list[dict[str, Any]]:
+def _choose(files: TrajectoryFiles, most: int) -> list[dict[str, Any]]:
     """Returns whole groups, spread evenly over the steps; validations get at most a third."""
     val = [key for key in files.steps() if key[1] == "val"]
     train = [key for key in files.steps() if key[1] != "val"]
-    limit = _MAX_TRAJECTORIES // 3 if train else _MAX_TRAJECTORIES
-    validated = _of_phase(files, val, limit)
-    return validated + _of_phase(files, train, _MAX_TRAJECTORIES - len(validated))
+    validated = _of_phase(files, val, most // 3 if train else most)
+    return validated + _of_phase(files, train, most - len(validated))
 
 
 def _of_phase(files: TrajectoryFiles, keys: list[_Key], limit: int) -> list[dict[str, Any]]:
