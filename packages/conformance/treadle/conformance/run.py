@@ -51,7 +51,7 @@ class Check:
 
     Attributes:
         part: The part of the table, such as "updates".
-        name: What the contract says, such as "a corrupt chunk is refused".
+        name: The clause of the contract, such as "a corrupt chunk is refused".
         seen: Why the check was skipped, what was seen instead, or a measured value.
     """
 

@@ -132,7 +132,6 @@ class CapturedSession:
 
     Args:
         task: The task to attempt. The agent decides how it uses the task's messages.
-        services: What the session works with. The tools are the agent's own.
     """
 
     def __init__(self, task: AgentTask, services: Services) -> None:
@@ -305,7 +304,7 @@ class CapturedSession:
 
         Args:
             prompt: [P] ids, at least one.
-            n: As in `choices`, as are the others.
+            n: Number of samples; the other arguments are those of `choices`.
             max_tokens: Additional bound on each answer, besides the limits.
             sampling: Replaces the run's sampling parameters.
             seed: Seed of the first completion.

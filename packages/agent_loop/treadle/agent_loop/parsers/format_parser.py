@@ -69,8 +69,8 @@ class FormatParser:
     Args:
         thinking: The marks of reasoning. None means that there is no reasoning.
         separates: Whether reasoning is set apart; else it stays in the content.
-        frame: What is written before and after the content. The format of calls reports it.
-        unclosed: What a call is behind reasoning that was never closed.
+        frame: Text before and after the content. The format of calls reports it.
+        unclosed: The meaning of a call behind reasoning that was never closed.
 
     Attributes:
         thinking: The marks of reasoning, None if there is none.

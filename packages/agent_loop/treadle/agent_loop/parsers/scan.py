@@ -43,7 +43,7 @@ class Thoughts:
     Attributes:
         marks: The beginnings of calls, which count outside of it only.
         unclosed: Returns where a reasoning ends that begins at a position and is not closed.
-        rule: What a call behind such a reasoning is.
+        rule: The meaning of a call behind such a reasoning.
         first: The one before `Scan.start`; None if there is none.
     """
 

@@ -16,7 +16,7 @@ class Begin:
         weight_version: Version of the weights after the commit.
         tensors: All tensors of the model.
         lease_s: How long the server waits for its trainer.
-        in_place: What to do with in-flight completions when an update in place begins; None: the
+        in_place: The treatment of in-flight completions when an update in place begins; None: the
             update is staged.
         source: Files, or the group of the collective transport; None: the bytes are pushed. A
             group only in place.

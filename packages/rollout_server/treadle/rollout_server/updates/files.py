@@ -89,7 +89,7 @@ def stage_files(
     """Fills an assembler from the ``*.safetensors`` files of a directory.
 
     Args:
-        files: Of the tensors in `assembler`.
+        files: Files of the tensors in `assembler`.
         root: The only directory that may be read; None: no file may be read.
         filled: Called with the index of each tensor once it is written and checked.
         delta: How the tensors are encoded; None: they are not encoded.

@@ -63,7 +63,7 @@ class WeightUpdate:
     Pure: every method that needs the time is given it. `CurrentUpdate` sets the timer.
 
     Args:
-        begin: What was announced; its tensors match the engine's.
+        begin: The announcement; its tensors match the engine's.
 
     Attributes:
         when_dropped: Called when the update ends without a commit.

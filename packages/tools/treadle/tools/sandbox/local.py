@@ -51,8 +51,8 @@ class SandboxStats:
 
     Attributes:
         places: Programs that may run at one time.
-        waiting: That wait for a place.
-        started_warm: Of them, in a warm interpreter.
+        waiting: Number that wait for a place.
+        started_warm: Number of them in a warm interpreter.
         refused: Programs refused because the queue was full.
         failed: Programs of which nobody knows what came: the sandbox's fault.
         worst_case_mib: Memory that the running programs can have together.

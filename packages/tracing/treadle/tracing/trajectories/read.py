@@ -177,7 +177,7 @@ class TrajectoryFiles:
 
         Args:
             step: Number of the step, 0 before training.
-            phase: As in the column `phase`.
+            phase: Value of the column `phase`.
             rollout_index: Among the samples of the row.
         """
         rows = self.read_files(

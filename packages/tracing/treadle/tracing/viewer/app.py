@@ -68,7 +68,7 @@ def make_app(runs: Sequence[Run], *, token: str | None) -> Starlette:
     """Returns the application.
 
     Args:
-        runs: What it shows, in this order.
+        runs: Runs in the order of the page.
         token: Without which nothing is answered. None: every user of this machine may read.
     """
 

@@ -72,7 +72,7 @@ class CollectiveMember:
 
         Args:
             group: The group; reused if it is the same as in the previous update.
-            tensors: As announced; `group.senders[i]` sends `tensors[i]`.
+            tensors: The announced tensors; `group.senders[i]` sends `tensors[i]`.
 
         Raises:
             CollectiveBroken: Raised by the iterator; the weights are a mixture.

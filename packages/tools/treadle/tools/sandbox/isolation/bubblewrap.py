@@ -83,7 +83,7 @@ class Bubblewrap:
     """Makes the command lines of one bubblewrap; an async context, because root needs a stage.
 
     Args:
-        sandboxes: That there are at one time.
+        sandboxes: Maximum number at one time.
     """
 
     def __init__(
