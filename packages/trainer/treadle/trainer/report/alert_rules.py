@@ -84,7 +84,7 @@ class AlertRule:
 
     Attributes:
         name: In `alerts.jsonl`, in the loggers and as the label of `treadle_alert`.
-        said: Of a run in whose steps it fired, before "in 3 of 40 steps".
+        said: Text about a run in whose steps it fired, before "in 3 of 40 steps".
         check: Says what is wrong with the last step; None if nothing is.
         reads: The metrics that `check` looks at.
         once: Whether it says how a run is set up, which lasts: then it is told once for each
