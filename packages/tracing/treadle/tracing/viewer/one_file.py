@@ -51,6 +51,7 @@ def make_page(
 
     Raises:
         OSError: A file cannot be read.
+        ValueError: One of them nests too deeply.
     """
     run = Run(directory, name)
     with run.trajectories as files:
@@ -151,7 +152,11 @@ def _rounded(value: Any) -> Any:
 
 def _json(value: Any) -> str:
     """Returns JSON that cannot end the element around it."""
-    text = json.dumps(_rounded(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    try:
+        value = _rounded(value)
+    except RecursionError:
+        raise ValueError("config.json, status.json or a trajectory nests too deeply") from None
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c")
 
 

@@ -2,6 +2,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from treadle.tracing.trajectories import write_file
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
 from treadle.tracing.viewer.one_file import make_page
@@ -52,6 +54,14 @@ def test_no_text_of_a_run_is_markup(tmp_path: Path) -> None:
     assert "alert(1)<" not in page
     found = _data(page)
     assert found["runs"][0]["name"] == found["trajectories"][0]["prompt"] == evil
+
+
+def test_what_is_nested_deeply_is_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "notes.jsonl").write_text('{"step": 1e999, "note": "a"}\n')
+    assert _data(make_page(tmp_path, name="r", summary=()))["runs"][0]["notes"] == []
+    (tmp_path / "config.json").write_text('{"a": ' + "[" * 600 + "]" * 600 + "}")
+    with pytest.raises(ValueError, match="nests too deeply"):
+        make_page(tmp_path, name="r", summary=())
 
 
 def test_what_is_damaged_is_named_in_the_page(tmp_path: Path) -> None:
