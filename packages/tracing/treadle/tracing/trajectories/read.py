@@ -181,7 +181,7 @@ class TrajectoryFiles:
             rollout_index: Among the samples of the row.
         """
         rows = self.read_files(
-            [(step, phase)], groups=[(step, task_id)], rollout_index=rollout_index
+            [(step, phase)], groups=[(step, phase, task_id)], rollout_index=rollout_index
         )
         return next(iter(rows), None)
 
@@ -195,14 +195,14 @@ class TrajectoryFiles:
         keys: Sequence[tuple[int, str]],
         columns: Sequence[str] = tuple(SCHEMA.names),
         *,
-        groups: Sequence[tuple[int, str]] | None = None,
+        groups: Sequence[tuple[int, str, str]] | None = None,
         rollout_index: int | None = None,
     ) -> list[dict[str, Any]]:
         """Returns trajectories of some files only, in the order of `ORDER`.
 
         Args:
             keys: Step and phase of each file; one that is damaged or gone is passed over.
-            groups: Step and task id; None: all of these files.
+            groups: Step, phase and task id; None: all of these files.
             rollout_index: None: all samples of a row.
         """
         while True:
@@ -210,10 +210,10 @@ class TrajectoryFiles:
             names = {file_name(*key) for key in keys}.intersection(self._viewed)
             text = (
                 f"SELECT {', '.join(map(_column, columns))} FROM {self._source(sorted(names))} "
-                "WHERE (? IS NULL OR list_contains(?, concat(step, ' ', task_id))) AND "
+                "WHERE (? IS NULL OR list_contains(?, concat(step, ' ', phase, ' ', task_id))) AND "
                 f"rollout_index = coalesce(?, rollout_index) ORDER BY {', '.join(ORDER)}"
             )
-            wanted = None if groups is None else [f"{step} {task_id}" for step, task_id in groups]
+            wanted = None if groups is None else [" ".join(map(str, each)) for each in groups]
             try:
                 return _rows(_fetched(cursor, text, [wanted, wanted, rollout_index]))
             except (duckdb.Error, pa.ArrowInvalid) as error:

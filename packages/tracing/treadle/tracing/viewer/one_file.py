@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import base64
 import datetime
+import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from treadle.tracing.trajectories.read import TrajectoryFiles
 from treadle.tracing.trajectories.run_directories import METRICS
+from treadle.tracing.trajectories.schema import SCHEMA
 from treadle.tracing.viewer.metric_lines import read_lines
 from treadle.tracing.viewer.runs import Run
 from treadle.tracing.viewer.trajectory import for_page
@@ -32,8 +34,19 @@ _POLICY: Final = (
     "default-src 'none'; script-src 'unsafe-inline' data:; style-src 'unsafe-inline'; "
     "img-src data:; base-uri 'none'; form-action 'none'"
 )
+_SMALL: Final = ("step", "phase", "task_id", "reward", "error", "num_tokens")
+_LARGE: Final = ("samples", "trace")
+_TOKEN: Final = 20
+"""Characters that a token takes at least, with its numbers."""
 _Key = tuple[int, str]
+"""Step and phase, which name a file."""
 T = TypeVar("T")
+
+
+class _Group(NamedTuple):
+    key: _Key
+    task_id: str
+    rows: list[dict[str, Any]]
 
 
 def make_page(
@@ -55,11 +68,12 @@ def make_page(
     """
     run = Run(directory, name)
     with run.trajectories as files:
-        shown = _choose(files, max_trajectories)
-        share = _MAX_CHARACTERS // max(1, len(shown))
+        groups = _choose(files, max_trajectories)
+        share = _MAX_CHARACTERS // max(1, sum(len(group.rows) for group in groups))
+        rows = itertools.islice(_read(files, groups, share), max_trajectories)
+        trajectories = [_within(for_page(run, row), share) for row in rows]
         total = files.count()
         info = run.describe()
-        trajectories = [_within(for_page(run, row), share) for row in shown]
     lines, damaged = read_lines(directory / METRICS)
     validated = [line for line in lines if any(name.startswith("val/") for name in line)]
     kept = {id(line) for line in _thin_out(lines, _MAX_STEPS) + _thin_out(validated, _MAX_STEPS)}
@@ -73,41 +87,63 @@ def make_page(
     return _assemble(f'{_json(data)[:-1]},"trajectories":[{",".join(trajectories)}]}}')
 
 
-def _choose(files: TrajectoryFiles, most: int) -> list[dict[str, Any]]:
+def _choose(files: TrajectoryFiles, most: int) -> list[_Group]:
     """Returns whole groups, spread evenly over the steps; validations get at most a third."""
     val = [key for key in files.steps() if key[1] == "val"]
     train = [key for key in files.steps() if key[1] != "val"]
     validated = _of_phase(files, val, most // 3 if train else most)
-    return validated + _of_phase(files, train, most - len(validated))
+    room = most - sum(len(group.rows) for group in validated)
+    return validated + _of_phase(files, train, room)
 
 
-def _of_phase(files: TrajectoryFiles, keys: list[_Key], limit: int) -> list[dict[str, Any]]:
-    """Returns at most `limit` trajectories of some files, as few of each as spread over them."""
+def _of_phase(files: TrajectoryFiles, keys: list[_Key], limit: int) -> list[_Group]:
+    """Returns groups of at most `limit` trajectories, as few of each file as spread over them."""
     if not keys:
         return []
-    largest = max((len(group) for _, group in _ranked(files, keys[-1:])), default=1)
+    largest = max((len(group.rows) for group in _groups(files, keys[-1:])), default=1)
     chosen = _thin_out(keys, max(1, limit // largest))
-    per_step = max(1, limit // largest // len(chosen))
-    by_step: dict[int, list[str]] = {}
-    for (step, task_id), _ in _ranked(files, chosen):
-        by_step.setdefault(step, []).append(task_id)
-    groups = [(s, each) for s, found in by_step.items() for each in _thin_out(found, per_step)]
-    return files.read_files(chosen, groups=groups)[:limit]
+    per_file = max(1, limit // largest // len(chosen))
+    by_key: dict[_Key, list[_Group]] = {}
+    for group in _groups(files, chosen):
+        by_key.setdefault(group.key, []).append(group)
+    return [group for found in by_key.values() for group in _telling(found, per_file)]
 
 
-def _ranked(
-    files: TrajectoryFiles, keys: list[_Key]
-) -> list[tuple[tuple[int, str], list[dict[str, Any]]]]:
-    """Returns the groups of some files, from failures over the worst to the best mean reward."""
-    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
-    for row in files.read_files(keys, ("step", "task_id", "reward", "error")):
-        groups.setdefault((row["step"], row["task_id"]), []).append(row)
+def _groups(files: TrajectoryFiles, keys: list[_Key]) -> list[_Group]:
+    """Returns the groups of some files with their small columns."""
+    groups: dict[tuple[_Key, str], list[dict[str, Any]]] = {}
+    for row in files.read_files(keys, _SMALL):
+        groups.setdefault(((row["step"], row["phase"]), row["task_id"]), []).append(row)
+    return [_Group(*names, rows) for names, rows in groups.items()]
 
-    def rank(group: tuple[object, list[dict[str, Any]]]) -> tuple[bool, float]:
-        rewards = [row["reward"] or 0.0 for row in group[1]]
-        return all(row["error"] is None for row in group[1]), sum(rewards) / len(rewards)
 
-    return sorted(groups.items(), key=rank)
+def _telling(groups: list[_Group], count: int) -> list[_Group]:
+    """Returns so many groups of a file, from those with failures over the worst to the best.
+
+    A single one is one with failures, or else the one whose rewards differ most.
+    """
+    rewards = {id(each): [row["reward"] or 0.0 for row in each.rows] for each in groups}
+    failed = {id(each): any(row["error"] is not None for row in each.rows) for each in groups}
+    if count == 1:
+        spread = {name: max(found) - min(found) for name, found in rewards.items()}
+        return [max(groups, key=lambda each: (failed[id(each)], spread[id(each)]))]
+    mean = {name: sum(found) / len(found) for name, found in rewards.items()}
+    ranked = sorted(groups, key=lambda each: (not failed[id(each)], mean[id(each)]))
+    return _thin_out(ranked, count)
+
+
+def _read(files: TrajectoryFiles, groups: list[_Group], share: int) -> Iterator[dict[str, Any]]:
+    """Yields the trajectories; the tokens of one that would be cut anyway are not even read."""
+    for is_long in (False, True):
+        columns = [name for name in SCHEMA.names if not is_long or name not in _LARGE]
+        these = [
+            group
+            for group in groups
+            if (max(row["num_tokens"] for row in group.rows) > share // _TOKEN) is is_long
+        ]
+        names = [(*group.key, group.task_id) for group in these]
+        for row in files.read_files([group.key for group in these], columns, groups=names):
+            yield row | ({"samples": [], "trace": [], "cut": True} if is_long else {})
 
 
 def _within(trajectory: dict[str, Any], characters: int) -> str:

@@ -25,12 +25,20 @@ def test_whole_groups_are_spread_over_the_steps(tmp_path: Path) -> None:
     assert {size for (phase, *_), size in groups.items() if phase == "train"} == {10}
     trained = [step for phase, step, _ in groups if phase == "train"]
     assert (min(trained), max(trained), len(trained)) == (1, 50, len(set(trained)))
+    rewards: dict[tuple[object, ...], set[object]] = {
+        key: set() for key in groups if key[0] == "train"
+    }
+    for row in found["trajectories"]:
+        if row["phase"] == "train":
+            rewards[(row["phase"], row["step"], row["task_id"])].add(row["reward"])
+    assert all(len(of_group) > 1 for of_group in rewards.values()), "those with differing rewards"
     assert 200 < len(found["trajectories"]) <= 300 < found["num_trajectories"]
 
 
 def test_its_size_is_bounded(tmp_path: Path) -> None:
     rows = list(make_rows(1, "train", rows=5, samples=2))
     said = [{"role": "user", "content": "long " * 1_000_000}]
+    rows[9] |= {"num_tokens": 1_000_000}
     rows[0] |= {"messages": json.dumps(said), "traceback": "deep " * 1_000_000}
     write_file(tmp_path / "trajectories", step=1, phase="train", rows=rows)
     lines = ({"step": step, "x": 1 / 3} for step in range(5_000))
@@ -39,7 +47,9 @@ def test_its_size_is_bounded(tmp_path: Path) -> None:
     page = make_page(tmp_path, name="r", summary=())
     assert len(page) < 2_000_000
     found = _data(page)
-    assert [row.get("cut") for row in found["trajectories"]] == [True] + [None] * 9
+    assert [row.get("cut") for row in found["trajectories"]] == [
+        *[True, None, None, None, None, None, None, None, True, True]
+    ]
     assert (found["num_steps"], found["metrics"]["damaged"]) == (5_000, 1)
     assert [found["metrics"]["lines"][i]["step"] for i in (0, -1)] == [0, 4_999]
 
