@@ -52,7 +52,7 @@ class QueuedSink:
     """Queues spans for `writer`. Close it, or use it with `with` or `async with`.
 
     Args:
-        name: What the warnings call it: a file, an address, a service.
+        name: Name in the warnings: a file, an address, a service.
         writer: Receives the spans, in the order of `record`.
         capacity: Maximum number of spans that wait for the writer.
         batch: Maximum number of spans per call of the writer.

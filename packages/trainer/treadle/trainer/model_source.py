@@ -64,7 +64,7 @@ def resolve_model(source: Path | str, *, weights: bool = True, setting: str = "m
     """Returns the local directory of a model.
 
     Args:
-        source: As the table above says. An existing path wins over a Hub id.
+        source: One of the table above. An existing path wins over a Hub id.
         weights: Whether the tensors are needed too, not only configuration and tokenizer. For a
             checkpoint without a Hugging Face directory it is then written into the checkpoint;
             else the directory is that of the model that the run began with.

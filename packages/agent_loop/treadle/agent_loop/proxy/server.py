@@ -197,7 +197,6 @@ def check_exposure(host: str, *, tls: TlsFiles | None, allow: str, allowed: bool
     """Refuses plain text beyond loopback, where every session's key could be read on the way.
 
     Args:
-        tls: What the server serves with.
         allow: How the caller's user allows it.
 
     Raises:

@@ -40,7 +40,7 @@ class Pulse:
         name: Name of the trajectory, for the reports.
 
     Attributes:
-        last_event: What the trajectory began last.
+        last_event: The last thing that the trajectory began.
     """
 
     def __init__(self, name: str = "") -> None:

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from treadle.rollout_server.config.command_line import ConfigError, parse
+from treadle.rollout_server.config.command_line import ServerConfigError, parse
 from treadle.rollout_server.doctor.environment import check_environment
 from treadle.rollout_server.doctor.facts import Facts, gather
 from treadle.rollout_server.doctor.finding import Finding, Level
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         config = parse([word for word in argv if word != "--json"])
-    except ConfigError as error:
+    except ServerConfigError as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 2
     findings = examine(gather(config))

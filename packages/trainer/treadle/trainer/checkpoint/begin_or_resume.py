@@ -50,8 +50,9 @@ class ResumePoint:
 
     Attributes:
         begun: Whether the directory holds steps of the run already.
-        checkpoint: What to resume from; None: from the model directory.
-        notes: What the user is to know: damage that was found, and settings that have changed.
+        checkpoint: The checkpoint that the run resumes from; None: it begins with the model
+            directory.
+        notes: Notes for the user: damage that was found, and settings that have changed.
         origin: The other run that `checkpoint` is of; None: it is of this run.
         set_back: Whether `checkpoint` is to become the latest of this run.
     """
@@ -113,7 +114,7 @@ def find_resume_point(
     """Returns where a run of this configuration begins or resumes in the directory.
 
     Args:
-        config: Of the run as it would begin or resume.
+        config: Configuration of the run as it would begin or resume.
         contents: Whether to read the files of the checkpoint once, to compare them with its
             manifest; else only their sizes are compared.
 

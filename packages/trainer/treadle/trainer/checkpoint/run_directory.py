@@ -79,8 +79,8 @@ class Checkpoint:
         critic_directory: The critic's tensors, if there is a critic.
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         config_file: The configuration of the run as it was then; None if the checkpoint has none.
-        groups: Of a schedule that samples beside training: the groups that were begun and not
-            trained on, and which is next. None: of the synchronous one.
+        groups: State of a schedule that samples beside training: the groups that were begun and not
+            trained on, and which is next. None: the synchronous schedule.
         checked_bytes: Size of the files that were compared; None for a checkpoint of release 0.1,
             which has no manifest.
     """

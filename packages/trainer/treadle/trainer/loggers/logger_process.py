@@ -33,7 +33,7 @@ class LoggerProcess:
     """One logger, in a separate process.
 
     Args:
-        hello: What the process is told first; see `process.py`.
+        hello: First message to the process; see `process.py`.
         log_path: Where everything goes that it prints.
         capacity: Records that may wait; later ones are lost.
     """

@@ -20,7 +20,7 @@ class NotesLog:
     """Appends to `path`, which is created with its directory.
 
     Args:
-        resume_after: As for `MetricsLog`; None begins a new file.
+        resume_after: See `MetricsLog`; None begins a new file.
     """
 
     def __init__(self, path: Path, *, resume_after: int | None = None) -> None:

@@ -130,7 +130,7 @@ def scores_at_k(trajectories: Sequence[Trajectory], *, worst: float) -> dict[str
     """Returns what k samples of a row give, where rows have several.
 
     Args:
-        trajectories: Of one data source, or of all.
+        trajectories: Trajectories of one data source, or of all.
         worst: The reward that a failed one counts as.
 
     Returns:

@@ -1,6 +1,6 @@
 """The command line that puts a process into a sandbox, and the search for a bubblewrap that works.
 
-Invariant: a `Launcher` returns a command only after it has run a similar one. If no bubblewrap
+Invariant: a `Bubblewrap` returns a command only after it has run a similar one. If no bubblewrap
 works, entering the launcher fails with its message and a remedy; no program runs with less
 isolation.
 
@@ -79,11 +79,11 @@ def explain(words: str) -> str:
     return said
 
 
-class Launcher:
+class Bubblewrap:
     """Makes the command lines of one bubblewrap; an async context, because root needs a stage.
 
     Args:
-        sandboxes: That there are at one time.
+        sandboxes: Maximum number at one time.
     """
 
     def __init__(

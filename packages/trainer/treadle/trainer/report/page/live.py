@@ -90,6 +90,7 @@ def _write(run_dir: Path, status: Status | None, *, curves: bool) -> None:
         if curves:
             write_reports(run_dir)
         else:
-            write_page(run_dir, run_dir / REPORT)
+            ended = status is not None and status.state != "running"
+            write_page(run_dir, run_dir / REPORT, in_brief=not ended)
     except Exception as error:  # the run is worth more than its report
         _log.warning("the report of %s was not written: %s", run_dir, error, exc_info=True)
