@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -191,6 +192,8 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._last_good: Path | None = None
+        self.saved_at = time.monotonic()
+        """When the last checkpoint was complete, or this was made, in monotonic seconds."""
 
     @property
     def last_good(self) -> Path | None:
@@ -361,6 +364,7 @@ class Checkpoints:
             manifest = f"{self._directory.name}/{name}/{MANIFEST}"
             seal_file(self._directory.parent, step, manifest)
             self._point_to(name)
+        self.saved_at = time.monotonic()
         self._remove_old(name)
 
     @contextlib.contextmanager
