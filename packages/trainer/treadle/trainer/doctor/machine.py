@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.finding import Finding, fail, gib, ok, warn
 from treadle.trainer.launch.environment import cpu_count
 
 __all__ = [

@@ -3,16 +3,14 @@
 import shlex
 from collections.abc import Sequence
 
-from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.process import RankProcess, RankProgram, StartRank
-from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
-from treadle.trainer.config.topology import Devices, make_topology
+from treadle.trainer.config.topology import Devices
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.own_environment import ask_command, check_command
 from treadle.trainer.launch.process import Launcher, ProcessSpec
 
-__all__ = ["ask_rank_command", "policy_group", "rank_starter"]
+__all__ = ["ask_rank_command", "rank_starter"]
 
 _COMMAND = "policy.command"
 
@@ -59,27 +57,3 @@ def rank_starter(
         )
 
     return start
-
-
-def policy_group(config: AnyConfig, launcher: Launcher, *, threads: int) -> PolicyGroup:
-    """Returns the policy of a run, which is not started yet.
-
-    Args:
-        config: With a model that is on this machine.
-        threads: Number of CPU threads of each rank.
-    """
-    training = config if isinstance(config, Config) else None
-    topology = make_topology(config.launch, config.policy, training and training.rollout)
-    gpus = getattr(config.launch, "gpus_per_policy_rank", 0.0)
-    devices = () if topology is None else topology.ranks
-    return PolicyGroup(
-        rank_starter(launcher, threads=threads, gpus=gpus, devices=devices),
-        config.policy,
-        config.model.path,
-        with_reference=training is not None and training.algorithm.keeps_reference,
-        reference_path=training and training.algorithm.reference_path,
-        own_devices=bool(gpus or devices),
-        start_deadline_s=config.launch.start_deadline_s,
-        critic=training and training.used_critic,
-        tls=None if launcher.tls is None else launcher.tls.directory,
-    )

@@ -18,7 +18,7 @@ from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest,
 from treadle.trainer.checkpoint.run_directory import HF, POLICY
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.make_launcher import make_launcher
-from treadle.trainer.launch.policy_ranks import policy_group
+from treadle.trainer.launch.policy_group import policy_group
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.report import Summary, read_metrics, summarize
 from treadle.trainer.report.metrics import TRAIN_LOSS, VAL_LOSS

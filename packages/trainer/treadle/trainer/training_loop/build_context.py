@@ -23,7 +23,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.launch.make_launcher import make_launcher
-from treadle.trainer.launch.policy_ranks import policy_group
+from treadle.trainer.launch.policy_group import policy_group
 from treadle.trainer.launch.process import Launcher
 from treadle.trainer.plan import Plan
 from treadle.trainer.preflight import CheckedRun
