@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from treadle.rollout_server.config.command_line import ConfigError, parse
 from treadle.rollout_server.doctor.environment import check_environment
 from treadle.rollout_server.doctor.facts import Facts, gather
-from treadle.tracing.finding import Finding, Level, as_table
 from treadle.rollout_server.doctor.host import check_host
 from treadle.rollout_server.doctor.model import check_model
+from treadle.tracing.finding import Finding, Level, as_table
 
 _PROGRAM = "python -m treadle.rollout_server.doctor"
 _HELP = f"""usage: {_PROGRAM} [--json] [options of the server]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.trainer.checkpoint.run_directory import new_run_dir
+from treadle.trainer.cli.config_files import add_run_options
 from treadle.trainer.cli.console import fail, say
 from treadle.trainer.cli.run_command import run_command
 from treadle.trainer.config.load import ConfigError, LoadedSftConfig, load_sft_config
@@ -28,14 +29,7 @@ says. Rows have the columns `messages` and, optionally, `tools`. The run directo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="treadle sft", description=_USAGE, add_help=False)
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="this text, or the keys of a section as data, or of all",
-    )
+    add_run_options(parser, section="data")
     parser.add_argument(
         "--config",
         action="append",
@@ -43,12 +37,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="YAML file; may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every key, its value and its source"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="make every check, print the plan and stop"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as data.batch_size=32; wins over files"

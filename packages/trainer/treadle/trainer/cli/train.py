@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from treadle.trainer.checkpoint.run_directory import new_run_dir
-from treadle.trainer.cli.config_files import add_config_options, config_files
+from treadle.trainer.cli.config_files import add_config_options, add_run_options, config_files
 from treadle.trainer.cli.console import fail, say
 from treadle.trainer.cli.run_command import run_command
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
@@ -35,24 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="this text, or the keys of a section as rollout, or of all",
-    )
+    add_run_options(parser, section="rollout")
     parser.add_argument("--version", action="store_true", help="print the version")
     add_config_options(parser)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every key, its value and its source"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="make every check, print the plan and stop",
-    )
     parser.add_argument(
         "overrides",
         nargs="*",

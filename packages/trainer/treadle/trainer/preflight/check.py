@@ -106,10 +106,5 @@ def check_run(
         *device_rows(config, architecture, memory, found["gpus"], cluster),
         *((name.replace("_", " "), found[name]) for name in _ANSWERS if name in found),
     )
-    return CheckedRun(
-        config=config,
-        run_dir=run_dir,
-        own=own,
-        inputs=inputs,
-        plan=replace(plan, details=details),
-    )
+    plan = replace(plan, details=details)
+    return CheckedRun(config=config, run_dir=run_dir, own=own, inputs=inputs, plan=plan)

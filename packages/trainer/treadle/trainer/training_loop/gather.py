@@ -105,14 +105,7 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
     context.surplus = surplus if keep_surplus else []
     found.groups = [*with_signal[:wanted], *filling] or lost
     if missing:
-        empty = missing - len(filling)
-        says = [f"{len(filling)} of {wanted} groups have no signal"] if filling else []
-        says += [f"{empty} of {wanted} places are empty"] if empty else []
-        context.record.note(
-            step,
-            f"{' and '.join(says)} after "
-            f"algorithm.max_generation_batches={algorithm.max_generation_batches} batches of rows",
-        )
+        _note_missing(context, step, filling=len(filling), missing=missing)
     if found.groups is not lost:
         given_up = [] if keep_surplus else surplus
         note_failures(context, step, [*lost, *replaced, *given_up], num_lost=len(lost))
@@ -127,6 +120,17 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
         "sampling/surplus_given_up": float(len(surplus) - len(context.surplus)),
     }
     return found
+
+
+def _note_missing(context: TrainingContext, step: int, *, filling: int, missing: int) -> None:
+    wanted, empty = context.config.data.prompts_per_step, missing - filling
+    says = [f"{filling} of {wanted} groups have no signal"] if filling else []
+    says += [f"{empty} of {wanted} places are empty"] if empty else []
+    limit = context.config.algorithm.max_generation_batches
+    context.record.note(
+        step,
+        f"{' and '.join(says)} after algorithm.max_generation_batches={limit} batches of rows",
+    )
 
 
 def has_signal(group: Group, *, by: str) -> bool:

@@ -34,6 +34,8 @@ from treadle.trainer.loggers.loggers import Loggers, open_loggers
 from treadle.trainer.own_code import OnStep
 from treadle.trainer.report import (
     AlertLog,
+    LiveReport,
+    MetricsLog,
     NotesLog,
     Pace,
     Progress,
@@ -276,6 +278,37 @@ class OpenRun:
     has_steps: bool
 
 
+def _begin(
+    directory: RunDirectory, checkpoints: Checkpoints, config: AnyConfig, total_steps: int
+) -> ResumePoint:
+    resume = find_resume_point(directory, checkpoints, config)
+    check_steps_left(resume, total_steps)
+    if resume.set_back:
+        checkpoints.set_back(resume.first_step - 1)
+    directory.write_config(config.model_dump(mode="json"))
+    return resume
+
+
+def _subscribe(
+    record: RunRecord,
+    config: AnyConfig,
+    run_dir: Path,
+    resume: ResumePoint,
+    metrics_log: MetricsLog,
+    report: LiveReport,
+) -> None:
+    record.on_step += [
+        metrics_log.append,
+        record.loggers.metrics,
+        record.show_step,
+        lambda step, values: report.step_done(step, values, busy=record.busy),
+    ]
+    if isinstance(config, Config):
+        alert_log = AlertLog(run_dir / "alerts.jsonl", resume_after=resume.after)
+        record.on_alert += [alert_log.append, record.loggers.alert]
+        record.raise_alerts(Watch(read_metrics(run_dir / "metrics.jsonl")))
+
+
 @asynccontextmanager
 async def open_run(
     config: AnyConfig,
@@ -291,7 +324,6 @@ async def open_run(
     Args:
         config: As the user gave it.
         plan: What is going to happen, for people.
-        notes: Shown after the plan.
         losses: What earlier attempts of this process lost, in order (see `run_resuming`).
 
     Raises:
@@ -302,11 +334,7 @@ async def open_run(
     async with AsyncExitStack() as stack:
         directory = stack.enter_context(RunDirectory(run_dir))
         checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=config.schedule.keep_checkpoints)
-        resume = await asyncio.to_thread(find_resume_point, directory, checkpoints, config)
-        check_steps_left(resume, total_steps)
-        if resume.set_back:
-            checkpoints.set_back(resume.first_step - 1)
-        directory.write_config(config.model_dump(mode="json"))
+        resume = await asyncio.to_thread(_begin, directory, checkpoints, config, total_steps)
         display = stack.enter_context(
             open_progress(total_steps=total_steps, first_step=resume.first_step, pace=pace)
         )
@@ -338,14 +366,5 @@ async def open_run(
                 record.note(resume.first_step - 1, note)
         else:
             record.show(f"nothing to train: step {total_steps} has been reached")
-        record.on_step += [
-            metrics_log.append,
-            record.loggers.metrics,
-            record.show_step,
-            lambda step, values: report.step_done(step, values, busy=record.busy),
-        ]
-        if isinstance(config, Config):
-            alert_log = AlertLog(run_dir / "alerts.jsonl", resume_after=resume.after)
-            record.on_alert += [alert_log.append, record.loggers.alert]
-            record.raise_alerts(Watch(read_metrics(run_dir / "metrics.jsonl")))
+        _subscribe(record, config, run_dir, resume, metrics_log, report)
         yield OpenRun(record=record, checkpoints=checkpoints, resume=resume, has_steps=has_steps)

@@ -83,18 +83,7 @@ async def train_step(
         Exception: See `run_sync`.
     """
     config = context.config
-    try:
-        check_own_code(found.trajectories, step=step, limit=config.agent.max_failed_share)
-    except OwnCodeError:
-        await context.log_training(step, found.sampled, None)
-        raise
-    context.unsaved = None
-
-    # From here to the weight sync, servers that share devices with the policy lend it their memory.
-    if config.rollout.release_memory:
-        with timer.phase("release"):
-            await context.release_memory()
-
+    await _begin_step(context, step, found, timer)
     batch, charges = await _batch_of(context, step, found, timer)
     await context.log_training(step, found.sampled, batch)
     _report_failures(context, step, batch)
@@ -130,8 +119,36 @@ async def train_step(
     }
     context.kl_coef = coefficient_after(config.algorithm.reward_kl, metrics)
 
-    # Validation
-    if context.val and schedule.validates(step, last=last):
+    await _end_step(context, step, metrics, timer, beside, saved=saved)
+
+
+async def _begin_step(context: TrainingContext, step: int, found: StepGroups, timer: Timer) -> None:
+    """Looks for bugs of the user's; then the policy may change."""
+    try:
+        limit = context.config.agent.max_failed_share
+        check_own_code(found.trajectories, step=step, limit=limit)
+    except OwnCodeError:
+        await context.log_training(step, found.sampled, None)
+        raise
+    context.unsaved = None
+    # From here to the weight sync, servers that share devices with the policy lend it their memory.
+    if context.config.rollout.release_memory:
+        with timer.phase("release"):
+            await context.release_memory()
+
+
+async def _end_step(
+    context: TrainingContext,
+    step: int,
+    metrics: dict[str, float],
+    timer: Timer,
+    beside: GroupsBesideTraining | None,
+    *,
+    saved: bool,
+) -> None:
+    """Validates, completes the checkpoint, and logs the step."""
+    last = step == context.total_steps
+    if context.val and context.config.schedule.validates(step, last=last):
         metrics |= await validate(context, step=step, timer=timer)
     metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
 
