@@ -23,7 +23,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from treadle.trainer.checkpoint.manifest import (
@@ -140,12 +139,7 @@ class RunDirectory:
         os.write(self._lock, f"{os.getpid()}\n".encode())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Frees the directory."""
         assert self._lock is not None
         os.close(self._lock)

@@ -26,11 +26,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, section: str) -> None:
-    """Adds the options of a command that runs for long.
-
-    Args:
-        section: Of its configuration, an example for `--help`.
-    """
+    """Adds the options of a command that runs for long."""
     parser.add_argument(
         "-h",
         "--help",

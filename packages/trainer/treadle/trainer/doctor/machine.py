@@ -85,7 +85,6 @@ def check_disk(path: Path, wanted_bytes: int) -> Finding:
 
     Args:
         path: A directory, or one to be made.
-        wanted_bytes: What the run may need.
     """
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(there).free

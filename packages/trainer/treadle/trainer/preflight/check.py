@@ -40,7 +40,6 @@ class CheckedRun:
     """A run that can be started.
 
     Attributes:
-        config: As the user gave it.
         own: The user's objects beside the configuration.
         inputs: The user's files, read and checked.
     """

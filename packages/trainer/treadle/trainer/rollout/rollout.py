@@ -103,7 +103,6 @@ class Rollout:
 
     Attributes:
         rules: Have the loops, tools and interactions.
-        outages: What else trajectories need, and how it is.
         workers: Run the tasks, with their own loops, tools and rewards; None: this process does.
     """
 
@@ -217,7 +216,6 @@ class Rollout:
         Those of different rows come first: it may be the row that always fails.
 
         Args:
-            source: What is down; see `failed_source`.
             failed: Trajectories that failed because of it; at least one.
             attempt: Runs tasks, and passes their trajectories to a sink.
             keep: Takes the first trajectory that the source served.

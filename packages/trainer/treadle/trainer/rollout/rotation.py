@@ -87,8 +87,6 @@ class Rotation:
 
     Args:
         publishes: Whether servers get weights from here; else they keep those that they have.
-        first_version: Of the weights that the run will give its servers first; 0: of the model
-            directory.
     """
 
     def __init__(self, config: Config, *, publishes: bool, first_version: int) -> None:

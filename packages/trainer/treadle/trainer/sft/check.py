@@ -47,11 +47,9 @@ class CheckedSft:
     """A fine-tuning that can be started.
 
     Attributes:
-        config: As the user gave it.
         val: Validation examples; None: it never validates.
         notes: Lines to print at start.
         policy_threads: CPU threads of one policy rank.
-        gpus: Of this machine, if the run is to use some.
     """
 
     config: SftConfig

@@ -37,9 +37,6 @@ async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
 
     A run that began in the run's directory is resumed.
 
-    Args:
-        losses: What earlier attempts of this process lost, in order (see `run_resuming`).
-
     Raises:
         SetupError: The model's weights cannot be fetched.
         RunDirectoryError: The directory is in use, holds another run, or cannot be written.

@@ -86,7 +86,6 @@ class TrainingContext:
         batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
             ahead of the steps.
         surplus: Groups that the next step trains on first.
-        kl_coef: Of the KL penalty in the rewards of this step.
         unsaved: The last step and its metrics, if the policy has its weights and no checkpoint has
             them; None while a step trains.
     """
@@ -142,7 +141,6 @@ class TrainingContext:
         Args:
             phase: Decides how completions are sampled, and is named in the progress line.
             tasks: Those of a row are adjacent.
-            step: What is noted is said of it.
 
         Raises:
             NoServerLeftError: No server is left.

@@ -321,11 +321,6 @@ async def open_run(
 ) -> AsyncIterator[OpenRun]:
     """Begins or resumes a run in its directory, and records it while the block runs.
 
-    Args:
-        config: As the user gave it.
-        plan: What is going to happen, for people.
-        losses: What earlier attempts of this process lost, in order (see `run_resuming`).
-
     Raises:
         RunDirectoryError: The directory is in use, holds another run, or cannot be written.
         SetupError: The metrics cannot be served.

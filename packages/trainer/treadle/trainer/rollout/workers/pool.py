@@ -149,8 +149,6 @@ class LoopWorkers:
     """Starts the workers of a run, gives them tasks, and ends them.
 
     Args:
-        config: Of the run, with the files that secure its servers.
-        requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
     """
@@ -609,9 +607,6 @@ async def loop_workers(
     """Runs the loop workers of a run, and the router that they share, while the block runs.
 
     Args:
-        config: Of the run, with the files that secure its servers.
-        servers: What the router begins with.
-        requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
 

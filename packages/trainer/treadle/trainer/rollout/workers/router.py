@@ -43,7 +43,6 @@ class RunRouter:
     """Starts the router, tells it of the servers, and replaces it when it dies.
 
     Args:
-        config: Of the run, with the files that secure its servers.
         on_lost: Called when the router is gone for good.
     """
 

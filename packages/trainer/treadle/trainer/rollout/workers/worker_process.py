@@ -153,7 +153,6 @@ async def start_worker(
     """Starts a worker; returns it when it is ready for tasks.
 
     Args:
-        settings: What the worker needs for all of its runs.
         access: How the run's workers are reached.
 
     Raises:
