@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from treadle.agent_loop import Trajectory
-from treadle.policy.client.types import TokenValues
 from treadle.tracing import FinishedSpan
 from treadle.trainer.checkpoint.begin_or_resume import (
     ResumePoint,
@@ -197,7 +196,7 @@ class RunRecord:
                 yield
 
     async def sampled(self, step: int, sampled: Sampled, batch: StepBatch | None) -> None:
-        """Logs some of the trajectories of a step; all of them wait for `trained`.
+        """Logs some of the trajectories of a step; all of them wait for `trajectory_store.write`.
 
         Args:
             batch: What the step trains on; None: nothing.
@@ -213,17 +212,6 @@ class RunRecord:
         )
         self.hold(step, sampled, phase="train", limit=limit, batch=batch)
         await self._write_generations(self._run.rollout_data_dir, step, sampled)
-
-    async def trained(self, tokens: TokenValues | None) -> None:
-        """Begins to write all trajectories of the step that was sampled.
-
-        Args:
-            tokens: What the policy's update computed of each token; None: there was none.
-
-        Raises:
-            OSError: Those of the step before could not be written.
-        """
-        await self.trajectory_store.write(tokens)
 
     async def validated(self, step: int, sampled: Sampled) -> None:
         """Logs some of the trajectories of a validation, and begins to write all of them.

@@ -89,7 +89,7 @@ async def train_step(
     _report_failures(context, step, batch)
 
     updated, tokens = await _update(context, step, batch, timer)
-    await context.record.trained(tokens)
+    await context.record.trajectory_store.write(tokens)
 
     # The model is written before the servers that share devices with it take their memory back.
     last, schedule = step == context.total_steps, config.schedule
