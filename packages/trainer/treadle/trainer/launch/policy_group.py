@@ -17,18 +17,18 @@ def policy_group(config: AnyConfig, launcher: Launcher, *, threads: int) -> Poli
         config: With a model that is on this machine.
         threads: Number of CPU threads of each rank.
     """
-    training = config if isinstance(config, Config) else None
-    topology = make_topology(config.launch, config.policy, training and training.rollout)
+    rl = config if isinstance(config, Config) else None  # None: fine-tuning
+    topology = make_topology(config.launch, config.policy, None if rl is None else rl.rollout)
     gpus = getattr(config.launch, "gpus_per_policy_rank", 0.0)
     devices = () if topology is None else topology.ranks
     return PolicyGroup(
         rank_starter(launcher, threads=threads, gpus=gpus, devices=devices),
         config.policy,
         config.model.path,
-        with_reference=training is not None and training.algorithm.keeps_reference,
-        reference_path=training and training.algorithm.reference_path,
+        with_reference=rl is not None and rl.algorithm.keeps_reference,
+        reference_path=None if rl is None else rl.algorithm.reference_path,
         own_devices=bool(gpus or devices),
         start_deadline_s=config.launch.start_deadline_s,
-        critic=training and training.used_critic,
+        critic=None if rl is None else rl.used_critic,
         tls=None if launcher.tls is None else launcher.tls.directory,
     )
