@@ -31,7 +31,7 @@ from treadle.trainer.checkpoint.run_directory import (
     RunDirectoryError,
 )
 from treadle.trainer.config.schema import Config
-from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.config.sft import AnyConfig, ConfigT
 from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
 from treadle.trainer.report.seals import seal_file
@@ -55,7 +55,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     return local.model_copy(update={"algorithm": algorithm})
 
 
-def with_model(config: Config, path: Path) -> Config:
+def with_model(config: ConfigT, path: Path) -> ConfigT:
     """Returns the configuration with this `model.path`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 

@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from safetensors import safe_open
@@ -43,12 +42,7 @@ class WeightsReader:
         """Returns itself; leaving the context closes the files."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Closes every file that was opened."""
         for file in self._open.values():
             file.__exit__(None, None, None)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 from treadle.agent_loop import ToolError
@@ -107,12 +106,7 @@ class Sandbox(Protocol):
         """Takes what running needs; raises `SetupError` where that is missing."""
         ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Ends the programs under way and frees everything."""
         ...
 

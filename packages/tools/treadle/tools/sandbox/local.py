@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from treadle.agent_loop import SetupError
@@ -149,12 +148,7 @@ class LocalSandbox:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Ends the warm interpreters; programs under way end with their callers."""
         self._launcher = None
         await self._stack.aclose()

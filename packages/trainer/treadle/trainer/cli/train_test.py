@@ -169,7 +169,7 @@ def test_what_ends_a_run_from_outside_is_one_line(
     def read(_: object, **limits: object) -> None:
         raise error
 
-    monkeypatch.setattr("treadle.trainer.preflight.check.read_rows", read)
+    monkeypatch.setattr("treadle.trainer.preflight.table.read_rows", read)
     assert main([f"run.dir={tmp_path / 'run'}"]) == status
     err = capsys.readouterr().err
     assert message in err

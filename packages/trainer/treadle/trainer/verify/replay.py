@@ -29,10 +29,10 @@ from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoint, Ch
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.launch.policy_group import policy_group
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.plan import policy_threads
 from treadle.trainer.report.metrics import Record
-from treadle.trainer.training_loop.build_context import policy_group
 from treadle.trainer.training_loop.groups import survivors_of
 from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.verify.quick import train_file

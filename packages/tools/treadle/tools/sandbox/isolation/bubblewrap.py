@@ -22,7 +22,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from treadle.agent_loop import SetupError
@@ -109,12 +108,7 @@ class Bubblewrap:
             self._stage = stage
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Clears it."""
         if self._stage is not None:
             self._stage.clear()
