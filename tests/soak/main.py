@@ -11,10 +11,12 @@ server. A driver that ended is started again with the same command, as a user wo
 Each run with `schedule.kind=sync` must learn the same as the undisturbed one, bit for bit; in every
 run each task ends once, with tokens of the right version; memory and descriptors stay flat; nothing
 is left behind. The exit status is 1 if anything of this did not hold, or if it took longer than
-`--at-most` minutes. `--kills N` is a campaign of kills alone: with the fake engine and policy, so
-that processes start fast, until N processes were killed. Who waits sees how far a run is, every half minute. `--seed S --first-round N`
+`--at-most` minutes. Who waits sees how far a run is, every half minute. `--seed S --first-round N`
 makes a round again. The directory that is named first keeps the log (`soak.jsonl`) and the runs
 that went wrong.
+
+`--kills N` is a campaign of kills alone, with the fake engine and policy, so that processes start
+fast: rounds follow until N processes were killed.
 
 The disk is a separate file system (`disk.py`). Where none may be mounted, its faults are left out
 and the log says so.
