@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import hashlib
 import json
+import math
 import random
 import shutil
 import sys
@@ -45,9 +46,9 @@ Change = Callable[[Rows, random.Random], None]
 
 _SETTINGS = (
     *("schedule.total_steps=2", "schedule.save_every=1", "schedule.val_every=null"),
-    *("schedule.val_before_train=false", "data.prompts_per_step=4", "data.max_val_rows=8"),
+    *("schedule.val_before_train=false", "data.prompts_per_step=2", "data.max_val_rows=8"),
     *("rollout.samples_per_prompt=4", "rollout.threads=1", "launch.policy_threads=1"),
-    "rollout.name=fake",
+    *("rollout.name=fake", "rollout.response_length=32"),
 )
 _REWARD = """
 import zlib
@@ -126,7 +127,10 @@ def _reward(rows: Rows, draw: random.Random) -> None:
 
 def _column(name: str, by: float) -> Change:
     def change(rows: Rows, draw: random.Random) -> None:
-        sample, place = _sample([row for row in rows if row["samples"][0][name]], draw)
+        while True:  # a trajectory without signal has no values of the policy
+            sample, place = _sample(rows, draw)
+            if sample[name] and not math.isnan(sample[name][place]):
+                break
         sample[name][place] += by
 
     return change
