@@ -127,13 +127,22 @@ def _dry_run(loaded: LoadedConfig) -> int:
     try:
         run = check_run(loaded.config, _run_dir(loaded), plan_only=True)
     except _user_errors() as error:
-        return fail(error)
+        return fail(_as_written(error, loaded))
     finally:
         sys.dont_write_bytecode = wrote
     for note in run.inputs.notes:
         say(note)
     say(run.plan.text())
     return 0
+
+
+def _as_written(error: Exception, loaded: LoadedConfig) -> Exception:
+    """Returns the error with the arguments that set a key of it by another name, as verl's."""
+    for key, source in loaded.sources.items():
+        own = source.lstrip("+").startswith(f"{key}=")
+        if f"{key}=" in str(error) and "=" in source and not own:
+            error.add_note(f"{key} was given as {source}")
+    return error
 
 
 def _run_dir(loaded: LoadedConfig) -> Path:
@@ -183,7 +192,7 @@ def _train(loaded: LoadedConfig) -> int:
     try:
         summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
     except _user_errors() as error:
-        return fail(error)
+        return fail(_as_written(error, loaded))
     except PolicyError as error:
         return fail(error, status=2 if error.from_input else 1)
     except _failures() as error:
