@@ -78,11 +78,13 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
 
 
 def _seals(run_dir: Path) -> Iterator[str]:
+    seals: dict[tuple[str, int], str] = {}
+    configs: dict[str, str] = {}  # manifest of a checkpoint -> digest of the run's configuration
     try:
-        seals = {
-            (name, 0 if name == CONFIG else step): digest  # it is written at each start
-            for step, name, digest in read_seals(run_dir)
-        }
+        for step, name, digest in read_seals(run_dir):
+            seals[name, 0 if name == CONFIG else step] = digest  # it is written at each start
+            if name.startswith(CHECKPOINTS) and (CONFIG, 0) in seals:
+                configs.setdefault(name, seals[CONFIG, 0])
     except ValueError as error:
         yield str(error)
         return
@@ -102,6 +104,10 @@ def _seals(run_dir: Path) -> Iterator[str]:
             yield f"step {step}: {name} is missing"
         elif sha256_of(run_dir / name) != digest:
             yield f"step {step}: {name} has changed since it was written"
+    for name, digest in configs.items():
+        copy = (run_dir / name).with_name(CONFIG)
+        if copy.exists() and sha256_of(copy) != digest:
+            yield f"{copy.relative_to(run_dir)} is not the configuration that the run had then"
     if any(count > 0 for count in digests.values()):
         yield f"{_METRICS} has a line that was not written by the run"
     sealed = {name for name, _ in seals}

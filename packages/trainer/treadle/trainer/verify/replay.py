@@ -179,13 +179,16 @@ def _metrics(computed: Mapping[str, float], record: Record, bound: float) -> Ite
 
 
 async def _state(policy: PolicyGroup, saved: Checkpoint, scratch: Path) -> list[str]:
-    """Compares the policy with a checkpoint: weights, optimizer and the model as Hugging Face's."""
-    state, hf = scratch / POLICY, scratch / HF
+    """Compares the policy with a checkpoint: its files, and what a rank loads from them."""
+    state, loaded, hf = scratch / POLICY, scratch / "loaded" / POLICY, scratch / HF
+    loaded.parent.mkdir(parents=True)
     await policy.call(SaveRequest(directory=str(state)))
-    pairs = [(state, saved.policy_directory)]
+    pairs = [(state, saved.policy_directory), (state, loaded)]
     if saved.hf_directory is not None:
         await policy.call(SaveHfRequest(directory=str(hf)))
         pairs.append((hf, saved.hf_directory))
+    await policy.call(LoadRequest(directory=str(saved.policy_directory.absolute())))
+    await policy.call(SaveRequest(directory=str(loaded)))
     return [
         f"{kept.name}/{name} of the checkpoint is not what the policy computes"
         for ours, kept in pairs
