@@ -32,6 +32,7 @@ from treadle.trainer.checkpoint.run_directory import (
 )
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.report import MetricsLog, last_saved_step
+from treadle.trainer.report.seals import seal_file
 
 __all__ = [
     "ResumePoint",
@@ -187,6 +188,7 @@ def find_resume_point(
 def open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
     """Opens the metrics log; the checkpoint has the last step's line, if the trainer died first."""
     log = MetricsLog(run_dir / "metrics.jsonl", resume_after=resume.after)
+    seal_file(run_dir, max(log.last_step, 0), CONFIG)
     if resume.origin is not None:
         return log
     if resume.checkpoint is not None and log.last_step < resume.checkpoint.step:

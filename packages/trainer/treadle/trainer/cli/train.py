@@ -117,13 +117,22 @@ def _dry_run(loaded: LoadedConfig) -> int:
     try:
         run = check_run(loaded.config, _run_dir(loaded), plan_only=True)
     except INPUT_ERRORS as error:
-        return fail(error)
+        return fail(_as_written(error, loaded))
     finally:
         sys.dont_write_bytecode = wrote
     for note in run.inputs.notes:
         say(note)
     say(run.plan.text())
     return 0
+
+
+def _as_written(error: Exception, loaded: LoadedConfig) -> Exception:
+    """Returns the error with the arguments that set a key of it by another name, as verl's."""
+    for key, source in loaded.sources.items():
+        own = source.lstrip("+").startswith(f"{key}=")
+        if f"{key}=" in str(error) and "=" in source and not own:
+            error.add_note(f"{key} was given as {source}")
+    return error
 
 
 def _run_dir(loaded: LoadedConfig) -> Path:
@@ -133,12 +142,17 @@ def _run_dir(loaded: LoadedConfig) -> Path:
 def _train(loaded: LoadedConfig) -> int:
     from treadle.trainer.launch.resuming import settings_to_resume
     from treadle.trainer.preflight import check_run
+    from treadle.trainer.preflight.table import INPUT_ERRORS
     from treadle.trainer.training_loop.train import run_training
 
     config, run_dir = loaded.config, _run_dir(loaded)
 
     def attempt(losses: Sequence[str]) -> "Coroutine[Any, Any, Summary]":
-        checked = check_run(settings_to_resume(config, losses), run_dir)
+        try:
+            checked = check_run(settings_to_resume(config, losses), run_dir)
+        except INPUT_ERRORS as error:
+            _as_written(error, loaded)
+            raise
         return run_training(checked, losses=losses)
 
     say("checking settings, rows, your code, model and tokenizer")
