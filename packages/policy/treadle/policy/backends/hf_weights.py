@@ -13,10 +13,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treadle.policy.backends.ranks import together
 from treadle.policy.client.hf_files import INDEX, QUANTISED_KEYS, SINGLE, copy_files
 from treadle.policy.client.types import NamedTensor
 
@@ -109,6 +111,32 @@ def write_folder(
         raise
 
 
+def write_together(
+    tensors: Iterator[NamedTensor],
+    folder: Path,
+    *,
+    like: Path,
+    beside: Callable[[Path], None] | None = None,
+) -> None:
+    """Does the same on rank 0; collective.
+
+    Args:
+        tensors: On rank 0 all of them; run to its end by every rank.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
+    """
+
+    def write() -> None:
+        write_folder(tensors, folder, like=like, beside=beside)
+
+    def drain() -> None:
+        for _ in tensors:  # take part to the end, so that no other rank waits for us
+            pass
+
+    together(write if dist.get_rank() == 0 else None, folder, meanwhile=drain)
+
+
 def _describe_weights(config_file: Path, element_types: Set[str]) -> None:
     """Writes the type of the weights into config.json: loaders convert weights to it."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -134,7 +162,8 @@ def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int
         save_file(data, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(data, file))
         total += sum(t.nbytes for t in data.values())
-        element_types |= {str(t.dtype).removeprefix("torch.") for t in data.values()}
+        weights = (t for t in data.values() if t.is_floating_point())
+        element_types |= {str(t.dtype).removeprefix("torch.") for t in weights}
     if len(set(weight_map.values())) == 1:
         (folder / next(iter(weight_map.values()))).rename(folder / SINGLE)
         return element_types

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -126,6 +126,18 @@ def write_directory(
         if first:
             shutil.rmtree(building, ignore_errors=True)
         raise
+
+
+def check_identity(directory: Path, written: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if a checkpoint is of another model, or of other adapters."""
+    different = [
+        f"{name} is {written.get(name)}, not {own.get(name)}"
+        for name in {**own, **written}
+        if written.get(name) != own.get(name)
+    ]
+    if different:
+        listed = ", ".join(different[:9])
+        raise CheckpointError(f"the checkpoint in {directory} is of another model: {listed}")
 
 
 def together(

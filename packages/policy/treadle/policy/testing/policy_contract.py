@@ -9,10 +9,11 @@ with transformers, the layouts that are compared with one process.
 """
 
 from treadle.policy.testing.layout_contract import LayoutContract
+from treadle.policy.testing.lora_contract import LoraContract
 from treadle.policy.testing.model_contract import ModelContract
 from treadle.policy.testing.state_contract import StateContract
 from treadle.policy.testing.step_contract import StepContract
 
 
-class PolicyContract(ModelContract, StepContract, StateContract, LayoutContract):
+class PolicyContract(ModelContract, StepContract, StateContract, LoraContract, LayoutContract):
     """The whole contract; see the module docstring."""

@@ -21,6 +21,8 @@ class TestFsdpPolicy(PolicyContract):
         **{name: (name, {}) for name in ("gemma2", "gemma3_text", "llama", "qwen3")},
         "llama-untied": ("llama", {"tied": False}),
     }
+    adapted: ClassVar[tuple[str, ...]] = ("glm4", "gemma2")
+    lora_layouts: ClassVar[tuple[tuple[Mapping[str, Any], ...], ...]] = (({"data": 2},),)
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {"folder": ({"data": 2}, 0)}
     readers: ClassVar[tuple[tuple[Mapping[str, Any], int], ...]] = (({"data": 2}, 0),)

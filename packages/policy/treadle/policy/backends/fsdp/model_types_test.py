@@ -15,7 +15,7 @@ PACKED: Final = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"),
     *("glm4_moe", "gpt_oss", "deepseek_v3", "minimax_m2"),
 )
-RECURRENT: Final = ("qwen3_next", "qwen3_5_text", "nemotron_h")
+RECURRENT: Final = ("qwen3_next", "qwen3_5_text", "nemotron_h", "deepseek_v4")
 
 
 @pytest.mark.parametrize("model_type", [*PACKED, *RECURRENT])

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
-from treadle.policy.backends.hf_weights import WeightsReader
+from treadle.policy.backends.hf_weights import WeightsReader, write_together
 from treadle.policy.backends.loss_batch import StatsCollector, to_compute
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import Frame
+    from treadle.policy.backends.adapter import CollectedAdapter
     from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
@@ -414,14 +415,9 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
     def save_hf(self, folder: Path) -> None:
         """See `PolicyBackend.save_hf`."""
         collected = self._adapter()
-        checkpoint.save_hf(
-            self.export_weights(),
-            self.weight_specs(),
-            folder,
-            like=self._model_path,
-            w=self.world,
-            beside=None if collected is None else collected.write_below,
-        )
+        everything = checkpoint.collect(self.export_weights(), self.weight_specs(), self.world)
+        beside = None if collected is None else collected.write_below
+        write_together(everything, folder, like=self._model_path, beside=beside)
 
     def save_adapter(self, folder: Path) -> None:
         """See `PolicyBackend.save_adapter`."""
@@ -430,7 +426,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
         save_folder(collected.write, folder)
 
-    def _adapter(self) -> adapter.CollectedAdapter | None:
+    def _adapter(self) -> CollectedAdapter | None:
         """Returns the adapter, whole on rank 0, None without LoRA; collective."""
         if not self._config.lora.rank:
             return None

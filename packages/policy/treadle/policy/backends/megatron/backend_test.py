@@ -87,6 +87,11 @@ class TestMegatronPolicy(PolicyContract):
     backend: ClassVar[BackendName] = "megatron"
     models: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = CASES
     adapted: ClassVar[Sequence[str]] = ("phi3", "glm4", "gemma2", "gemma3_text")
+    lora_layouts: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = (
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"tensor": 2, "sequence": True}, {"data": 2}),
+        ({"context": 2},),
+    )
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {
         "tensor x data": ({"tensor": 2, "data": 2}, 0),

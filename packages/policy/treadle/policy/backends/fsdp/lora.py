@@ -1,0 +1,75 @@
+"""Adapters in a model of transformers: PEFT's layers, filled, switched off and collected.
+
+PEFT's names are those of its modules without the adapter's own: here it is always `default`. It is
+imported where there are adapters: it takes seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from treadle.policy.backends import adapter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from treadle.policy.backends.fsdp.net import Net
+    from treadle.policy.config.policy import LoraConfig
+
+_NAME: Final = "default"
+
+
+def adapt(net: Net, lora: LoraConfig, targets: Iterable[str], *, seed: int) -> None:
+    """Puts adapters into a whole model, fills them, and leaves them as all that is trained.
+
+    Args:
+        targets: The matrices of a layer, under the names of their modules.
+
+    Raises:
+        AdapterError: `lora.path` is missing or does not fit the settings.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))  # type: ignore[arg-type]  # PEFT computes with any number
+    inject_adapter_in_model(settings, net.model)
+    net.lora_scaling = lora.scaling
+    trained = {_peft_name(name): p for name, p in net.model.named_parameters() if p.requires_grad}
+    shapes = {name: (p.shape[0], p.shape[1]) for name, p in trained.items()}
+    tensors = adapter.start(lora, shapes, seed)
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(tensors[name])
+
+
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Computes without adapters within the context: the model that training started from."""
+    from peft.tuners.lora import LoraLayer
+
+    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    for layer in layers:
+        layer.set_scale(_NAME, 0.0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(_NAME, 1.0)
+
+
+def collected(
+    parameters: Mapping[str, Tensor], lora: LoraConfig, targets: Sequence[str], base: Any
+) -> adapter.CollectedAdapter:
+    """Returns the adapter of whole tensors, by the names of their modules."""
+    tensors = {_peft_name(name): t.cpu().contiguous() for name, t in parameters.items()}
+    settings = adapter.peft_settings(lora, targets, base=str(base))
+    return adapter.CollectedAdapter(tensors=tensors, settings=settings)
+
+
+def _peft_name(name: str) -> str:
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
