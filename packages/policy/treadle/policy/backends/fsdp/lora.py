@@ -33,8 +33,13 @@ def adapt(net: Net, lora: LoraConfig, targets: Iterable[str], *, seed: int) -> N
     Raises:
         AdapterError: `lora.path` is missing or does not fit the settings.
     """
-    from peft import LoraConfig as PeftConfig
-    from peft import inject_adapter_in_model
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import inject_adapter_in_model
+    except ImportError as error:
+        raise ValueError(
+            "policy.lora with policy.backend=fsdp needs PEFT: pip install 'treadle-policy[fsdp]'"
+        ) from error
 
     settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))  # type: ignore[arg-type]  # PEFT computes with any number
     inject_adapter_in_model(settings, net.model)
