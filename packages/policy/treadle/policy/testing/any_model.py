@@ -95,8 +95,12 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 """Settings of one type beside these, which are used whole; an ellipsis: leave it as it is."""
 
 
-def tiny_config(model_type: str) -> Any:
-    """Returns the configuration of a tiny model: that of its class with sizes that are small."""
+def tiny_config(model_type: str, **others: Any) -> Any:
+    """Returns the configuration of a tiny model: that of its class with sizes that are small.
+
+    Args:
+        others: More settings, where the type has them.
+    """
     import transformers
 
     of_type: Any = transformers.CONFIG_MAPPING[model_type]
@@ -115,16 +119,17 @@ def tiny_config(model_type: str) -> Any:
         if name in settings:
             settings.pop(alias, None)
     settings |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1, **own}
+    settings |= {name: value for name, value in others.items() if hasattr(usual, name)}
     return of_type(**{name: value for name, value in settings.items() if value is not ...})
 
 
-def write_any(folder: Path, model_type: str) -> Any:
-    """Writes a tiny random model of a type, and returns it."""
+def write_any(folder: Path, model_type: str, **others: Any) -> Any:
+    """Writes a tiny random model of a type, and returns it; `others` are as in `tiny_config`."""
     import transformers
 
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(tiny_config(model_type)).float()
+    model = models.from_config(tiny_config(model_type, **others)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
