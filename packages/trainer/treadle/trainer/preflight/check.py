@@ -67,6 +67,7 @@ from treadle.trainer.preflight.model_checks import (
     check_vocabulary,
     check_weights,
     read_architecture,
+    with_backend,
 )
 from treadle.trainer.preflight.process_checks import (
     check_addresses,
@@ -155,7 +156,11 @@ class _Checks:
     ) -> None:
         self._missing: tuple[str, ...] = () if missing is None else missing.keys
         self._config = config
-        self._backend = describe_backend(config.policy.backend)
+        why = "the default"
+        if "model.path" not in self._missing:
+            self._config, why = with_backend(config)
+        backend = self._config.policy.backend
+        self._backend = describe_backend(backend)
         self._run_dir = run_dir
         self._own = own
         self._problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
@@ -171,7 +176,7 @@ class _Checks:
         self._prompts: dict[str, PromptSet] = {}
         self._resume: ResumePoint | None = None
         self._plan: Plan | None = None
-        self._answers = dict[str, str]()
+        self._answers = {"policy backend": f"{backend}: {why}"}
         self._gpus: tuple[Gpu, ...] = ()
         self._cluster: str | None = None
 

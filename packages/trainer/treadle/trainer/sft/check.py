@@ -33,6 +33,7 @@ from treadle.trainer.preflight.model_checks import (
     check_vocabulary,
     check_weights,
     read_architecture,
+    with_backend,
 )
 from treadle.trainer.preflight.process_checks import check_launcher, check_loggers
 from treadle.trainer.preflight.without_torch import transformers_without_torch
@@ -142,6 +143,7 @@ def check_sft(
         SeveralProblems: More than one of these.
     """
     problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
+    config, why = with_backend(config)
     data, rows = config.data, dict[str, Conversations]()
     with problems.collected():
         rows["train"] = read_conversations(data.train_files, data, split="train")
@@ -167,6 +169,7 @@ def check_sft(
     train, val = made["train"], made.get("val")
     notes = [note for split in rows.values() for note in split.notes]
     notes += [note for split in made.values() for note in split.notes]
+    notes.append(f"policy.backend={config.policy.backend}: {why}")
     ranks = config.policy.parallel.num_ranks
     return CheckedSft(
         config=config,
