@@ -13,7 +13,6 @@ Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -32,7 +31,7 @@ from treadle.policy.backends.fsdp.net import Net, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
-from treadle.policy.backends.loss_batch import StatsCollector, to_compute
+from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.ranks import device, join, save_folder
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
@@ -159,28 +158,19 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         keep_tokens: bool = False,
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
-        began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = Batch(sequences, of_tokens, at=self.device, packs=self._net.packs)
         computed = to_compute(sequences, loss)
-        collector = StatsCollector(loss, batch, computed, keep_tokens=keep_tokens)
+        of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
 
         def weighted(micro: MicroBatch) -> Tensor:
             logprobs_T, entropy_T = self._net(micro, temperature)
             if micro.is_blank:
-                return logprobs_T.sum() * 0.0
-            inputs = micro.loss_inputs(logprobs_T, entropy_T)
-            output = loss(inputs)
-            collector.add(micro, micro.num_rows, inputs, output)
-            return (output.loss_T * micro.weights_T).sum()
+                total: Tensor = logprobs_T.sum() * 0.0
+                return total
+            return of_batch(micro, logprobs_T, entropy_T)
 
-        collected = collector.reduce(self.accumulate(batch, computed, weighted))
-        return collected.of_step(
-            sequences,
-            computed,
-            num_loss_tokens=batch.num_loss_tokens,
-            time_s=time.perf_counter() - began,
-        )
+        return of_batch.reduce(self.accumulate(batch, computed, weighted))
 
     # --- weights and checkpoints ---------------------------------------------------------------
 

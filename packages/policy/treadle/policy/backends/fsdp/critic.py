@@ -15,8 +15,8 @@ from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
 from treadle.policy.backends.fsdp.net import ValueNet, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer
 from treadle.policy.backends.fsdp.trained import TrainedNet
+from treadle.policy.backends.loss_batch import ValueLoss
 from treadle.policy.backends.ranks import device
-from treadle.policy.backends.value_batch import ValueLoss
 from treadle.policy.client.batch import token_weights
 
 if TYPE_CHECKING:
@@ -59,14 +59,13 @@ class FsdpCritic(TrainedNet, CriticBackend):
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = Batch(sequences, of_tokens, at=device(), packs=self._net.packs)
-        loss = ValueLoss(sequences, clip=self._clip, at=device())
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        loss = ValueLoss(batch, computed, clip=self._clip)
 
         def weighted(micro: MicroBatch) -> Tensor:
             values_T: Tensor = self._net(micro)
-            if micro.is_blank:
-                return values_T.sum() * 0.0
-            return loss(micro, micro.num_rows, values_T)
+            return values_T.sum() * 0.0 if micro.is_blank else loss(micro, values_T)
 
-        count = self.accumulate(batch, loss.computed, weighted)
+        count = self.accumulate(batch, computed, weighted)
         applied = self.optimizer_step()
         return step_stats(loss.reduce(count), applied, time_s=time.perf_counter() - began)

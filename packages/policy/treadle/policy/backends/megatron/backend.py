@@ -17,7 +17,6 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends.hf_weights import WeightsReader, write_together
-from treadle.policy.backends.loss_batch import StatsCollector, to_compute
+from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.context.rows import row_multiple
@@ -271,31 +270,20 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         keep_tokens: bool = False,
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
-        began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         packer = self.packer(sequences, of_tokens, replaying=self._replaying)
         computed = to_compute(sequences, loss)
-        micro_batches = self.micro_batches(packer, sequences, computed)
-        collector = StatsCollector(
+        of_batch = PolicyLoss(
             loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
         )
+        micro_batches = self.micro_batches(packer, sequences, computed)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
-            inputs = micro.loss_inputs(logprobs_T, entropy_T)
-            output = loss(inputs)
-            collector.add(micro, micro.num_rows, inputs, output)
-            return (output.loss_T * micro.weights_T).sum()
+            return of_batch(micro, *self._head(self._model, micro, hidden, temperature))
 
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
-        collected = collector.reduce(len(micro_batches))
-        stats = collected.of_step(
-            sequences,
-            computed,
-            num_loss_tokens=packer.num_loss_tokens,
-            time_s=time.perf_counter() - began,
-        )
+        stats = of_batch.reduce(len(micro_batches))
         of_experts = load.metrics(
             self._model, self.architecture, replaying=self._replaying is not None
         )

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from treadle.policy.backend import step_stats
 from treadle.policy.backends.hf_weights import WeightsReader
-from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
+from treadle.policy.backends.loss_batch import ValueLoss
+from treadle.policy.backends.megatron import checkpoint, pipeline, weights
 from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
 from treadle.policy.backends.megatron.offload import offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch
 from treadle.policy.backends.megatron.trained import TrainedModel
-from treadle.policy.backends.value_batch import ValueLoss
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import LossAggregation, StepStats
 from treadle.policy.config.policy import LoraConfig
@@ -102,14 +102,12 @@ class MegatronCritic(TrainedModel):
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         packer = self._policy.packer(sequences, of_tokens)
-        loss = ValueLoss(sequences, clip=self._config.clip_value, at=device.device())
-        micro_batches = self._policy.micro_batches(packer, sequences, loss.computed)
-
-        def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            values_T = self._values(micro, hidden)
-            return loss(micro, micro.num_rows, values_T, speaks=self.world.speaks)
-
-        self.accumulate(micro_batches, weighted)
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        loss = ValueLoss(packer, computed, clip=self._config.clip_value, speaks=self.world.speaks)
+        micro_batches = self._policy.micro_batches(packer, sequences, computed)
+        self.accumulate(
+            micro_batches, lambda micro, hidden: loss(micro, self._values(micro, hidden))
+        )
         applied = self.optimizer_step()
         stats = loss.reduce(len(micro_batches))
         return step_stats(stats, applied, time_s=time.perf_counter() - began)
