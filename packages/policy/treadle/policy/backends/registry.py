@@ -47,7 +47,7 @@ def choose(model_type: str, *, megatron_is_there: bool) -> tuple[BackendName, st
             return "fsdp", f"Megatron-core does not compute model type {model_type!r}"
         if not megatron_is_there:
             return "fsdp", "megatron-core is not installed"
-    return "megatron", f"the first choice for model type {model_type!r}"
+    return "megatron", f"the first choice for {model_type!r}"
 
 
 def build(
