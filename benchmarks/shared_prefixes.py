@@ -117,7 +117,7 @@ def main() -> None:
 
     def ours(mode: SharePrefixes) -> Callable[[], object]:
         def step() -> None:
-            policy.share_prefixes = mode
+            policy.planner.share_prefixes = mode
             policy.train_step(batch, loss)
 
         return step

@@ -38,8 +38,8 @@ from treadle.policy.config.choices import BackendName, RankCause
 from treadle.policy.config.critic import CriticConfig
 from treadle.policy.config.policy import PolicyConfig
 from treadle.policy.config.settings import from_json
-from treadle.policy.rank.rank_time import RANK_TIME, spent_on
 from treadle.policy.rank.server import RankServer, ReceivedShard, RequestFailed
+from treadle.policy.rank_time import RANK_TIME, spent_on
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import errors_pb2
 from treadle.policy.v1 import rank_service_pb2 as rank_pb

@@ -34,7 +34,7 @@ from treadle.policy.client.types import (
     TrainSequence,
 )
 from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 from treadle.policy.v1 import training_service_pb2 as pb
 
 __all__ = [

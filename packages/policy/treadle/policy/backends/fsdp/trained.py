@@ -20,7 +20,7 @@ from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.ranks import device
 from treadle.policy.client.types import OffloadReport, OptimizerStats
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray

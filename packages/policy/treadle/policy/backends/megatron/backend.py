@@ -32,22 +32,21 @@ from treadle.policy.backends.hf_weights import WeightsReader, write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
-from treadle.policy.backends.megatron.context.rows import row_multiple
+from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 from treadle.policy.backends.megatron.experts import load
-from treadle.policy.backends.megatron.experts import plan as experts_plan
 from treadle.policy.backends.megatron.logprobs import logprobs_and_entropy
 from treadle.policy.backends.megatron.lora import adapter
 from treadle.policy.backends.megatron.lora.linears import switched_off
 from treadle.policy.backends.megatron.model import PolicyModel, build
 from treadle.policy.backends.megatron.offload import copied, offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
-from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches, Packer
+from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
+from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
 from treadle.policy.backends.ranks import save_folder
-from treadle.policy.client import prefixes
-from treadle.policy.client.batch import balance, input_length, pack, token_weights
+from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
     LossStats,
@@ -62,7 +61,6 @@ if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import Frame
     from treadle.policy.backends.adapter import CollectedAdapter
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
@@ -93,14 +91,12 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             FileNotFoundError: The folder is not a model folder.
         """
         self._config, self._settings = config, config.optimizer
-        self.share_prefixes = config.share_prefixes
-        """As in the configuration; may be changed between steps."""
         self._model_path = model_path
         self.architecture = Architecture.from_folder(model_path)
         self.architecture.check_sharing(config.share_prefixes)
         self.world = parallel.start(config.parallel, rendezvous or Rendezvous(), seed=config.seed)
         try:
-            self.images = self._image_packer()
+            self.planner = Planner(config, self.world, self.architecture, self._image_packer())
             self._model = build(self.architecture, config, self.world)
             with WeightsReader(model_path) as reader:
                 weights.load(self._weights(), reader, self.architecture, self.world)
@@ -168,9 +164,14 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
     def make_critic(self, config: CriticConfig) -> MegatronCritic:
         """See `PolicyBackend.make_critic`."""
-        from treadle.policy.backends.megatron.critic.backend import MegatronCritic
-
-        return MegatronCritic(self, config, self._config, self._model_path)
+        return MegatronCritic(
+            config,
+            like=self._config,
+            model_path=self._model_path,
+            world=self.world,
+            architecture=self.architecture,
+            planner=self.planner,
+        )
 
     def close(self) -> None:
         """See `PolicyBackend.close`."""
@@ -204,31 +205,27 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         temperature: float,
     ) -> list[FloatArray]:
         """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
-        packer = self.packer(sequences, [0.0] * len(sequences), replaying=self._replaying)
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        micro_batches = self.micro_batches(packer, sequences, computed, model)
+        micro_batches = self._plan(sequences, [0.0] * len(sequences), computed, model)
         return self.evaluate(
             net,
             micro_batches,
             lambda micro, hidden: self._head(model, micro, hidden, temperature)[0],
         )
 
-    def packer(
+    def _plan(
         self,
         sequences: Sequence[TrainSequence],
         of_tokens: Sequence[float],
-        *,
-        replaying: Architecture | None = None,
-    ) -> Packer:
-        """Returns what builds the micro-batches of a batch; see `Packer`."""
-        return Packer(
+        computed: Sequence[int],
+        model: PolicyModel,
+    ) -> MicroBatches:
+        return self.planner.plan(
             sequences,
             of_tokens,
-            at=device.device(),
-            row_multiple=self.row_multiple,
-            context=self.world.context_group,
-            replaying=replaying,
-            images=self.images,
+            computed,
+            plain_attention=model.attention_is_plain,
+            replays_experts=self._config.moe.routing_replay,
         )
 
     @torch.no_grad()
@@ -271,12 +268,12 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        packer = self.packer(sequences, of_tokens, replaying=self._replaying)
         computed = to_compute(sequences, loss)
+        micro_batches = self._plan(sequences, of_tokens, computed, self._model)
+        packer = micro_batches.packer
         of_batch = PolicyLoss(
             loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
         )
-        micro_batches = self.micro_batches(packer, sequences, computed)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
             return of_batch(micro, *self._head(self._model, micro, hidden, temperature))
@@ -285,7 +282,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         self.accumulate(micro_batches, weighted)
         stats = of_batch.reduce(len(micro_batches))
         of_experts = load.metrics(
-            self._model, self.architecture, replaying=self._replaying is not None
+            self._model, self.architecture, replaying=self._config.moe.routing_replay
         )
         return replace(stats, metrics={**stats.metrics, **of_experts})
 
@@ -297,74 +294,6 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         dist.all_reduce(values)
         found: NDArray[np.float32] = values.cpu().numpy()
         return found
-
-    @property
-    def _replaying(self) -> Architecture | None:
-        return self.architecture if self._config.moe.routing_replay else None
-
-    @property
-    def row_multiple(self) -> int:
-        """The number that the packed rows of a micro-batch must be a multiple of."""
-        of_rank = self.world.tensor if self.world.sequence_parallel else 1
-        return row_multiple(self.world.context, of_rank)
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        """Most tokens of a micro-batch; context ranks have equal shares of it."""
-        return self._config.micro_batch_tokens * self.world.context
-
-    def micro_batches(
-        self,
-        packer: Packer,
-        sequences: Sequence[TrainSequence],
-        computed: Sequence[int],
-        model: PolicyModel | None = None,
-    ) -> MicroBatches:
-        """Returns this data-parallel rank's share; may be empty.
-
-        Args:
-            computed: Indices of those that go through the model.
-            model: The model that they go through; None: the policy's, or one of its architecture.
-        """
-        can_share = (model or self._model).attention_is_plain
-        mine = self._share(packer, sequences, computed, can_share=can_share)
-        if self.architecture.experts is None or not computed:
-            return mine
-        return experts_plan.prepare(mine, self.world)
-
-    def _share(
-        self,
-        packer: Packer,
-        sequences: Sequence[TrainSequence],
-        computed: Sequence[int],
-        *,
-        can_share: bool,
-    ) -> MicroBatches:
-        mode = prefixes.mode_on(self.share_prefixes, cpu=device.device().type == "cpu")
-        num_shards, shard = self.world.data, self.world.data_rank
-        if sequences and sequences[0].shard is not None:  # then the driver has chosen
-            computed = [i for i in computed if sequences[i].shard == shard]
-            num_shards, shard = 1, 0
-        ordered = prefixes.shared(sequences, computed, mode if can_share else "never")
-        if ordered is not None:
-            parts = prefixes.micro_batches(
-                ordered,
-                num_shards=num_shards,
-                shard=shard,
-                max_tokens=self.micro_batch_tokens,
-                at_least=self.world.pipeline,
-            )
-            return MicroBatches(packer, [(part.indices, part.overlaps) for part in parts])
-        lengths = [input_length(sequences[i]) for i in computed]
-        share = balance(lengths, num_shards)[shard]
-        packs = pack(
-            [lengths[i] for i in share],
-            max_tokens=self.micro_batch_tokens,
-            at_least=self.world.pipeline,
-        )
-        return MicroBatches(
-            packer, [([computed[share[i]] for i in members], None) for members in packs]
-        )
 
     def _head(
         self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float

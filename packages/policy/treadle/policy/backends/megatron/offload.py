@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from treadle.policy.client.types import OffloadReport
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

@@ -181,7 +181,6 @@ LAYOUTS: list[dict[str, Any]] = [{"tensor": 2}, {"data": 2}]
 def on_two_ranks(task: RankTask) -> list[list[Any]]:
     from treadle.policy.backend import Rendezvous
     from treadle.policy.backends.megatron.backend import MegatronPolicy
-    from treadle.policy.backends.megatron.critic.backend import MegatronCritic
     from treadle.policy.rank.train_batch import run_critic_update, run_update
 
     folder, places = task.argument
@@ -193,7 +192,7 @@ def on_two_ranks(task: RankTask) -> list[list[Any]]:
             rank=task.rank, world_size=2, shared_file=task.folder / f"{name}-{load}"
         )
         policy = MegatronPolicy(settings, folder, meeting, keep_reference=True)
-        critic = MegatronCritic(policy, CriticConfig(), settings, folder)
+        critic = policy.make_critic(CriticConfig())
         result: list[Any] = []
 
         def rest() -> None:

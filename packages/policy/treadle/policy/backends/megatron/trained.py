@@ -19,7 +19,7 @@ from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.client.types import OptimizerStats
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel

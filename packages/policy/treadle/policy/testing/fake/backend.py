@@ -42,7 +42,7 @@ from treadle.policy.client.types import (
     TokenValues,
     TrainSequence,
 )
-from treadle.policy.rank.rank_time import spent_on
+from treadle.policy.rank_time import spent_on
 from treadle.policy.testing.fake.description import FakeDescription, FakeModel
 
 if TYPE_CHECKING:

@@ -27,7 +27,6 @@ from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
 from treadle.policy.backends.megatron.offload import offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
-from treadle.policy.backends.megatron.packing import MicroBatch
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import LossAggregation, StepStats
@@ -35,7 +34,10 @@ from treadle.policy.config.policy import LoraConfig
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backends.megatron.backend import MegatronPolicy
+    from treadle.policy.backends.megatron.architecture import Architecture
+    from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
+    from treadle.policy.backends.megatron.parallel import World
+    from treadle.policy.backends.megatron.planner import Planner
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
@@ -45,31 +47,39 @@ class MegatronCritic(TrainedModel):
     """The critic on one rank, beside the policy."""
 
     def __init__(
-        self, policy: MegatronPolicy, config: CriticConfig, like: PolicyConfig, model_path: Path
+        self,
+        config: CriticConfig,
+        *,
+        like: PolicyConfig,
+        model_path: Path,
+        world: World,
+        architecture: Architecture,
+        planner: Planner,
     ) -> None:
         """Loads the decoder's weights; the value head begins at 0.
 
         Args:
-            policy: This rank's policy, which plans the micro-batches.
             like: The policy's settings, of which it takes layout, precision and memory.
+            architecture: The policy's, and its decoder's.
+            planner: Plans the policy's micro-batches, too.
 
         Raises:
             FileNotFoundError: The folder is not a model folder.
         """
-        self._policy, self._config, self._settings = policy, config, config.optimizer
-        self.world = policy.world
+        self._planner, self._config, self._settings = planner, config, config.optimizer
+        self.world = world
         # All of its weights are trained, also where the policy trains adapters.
         settings = like.model_copy(update={"optimizer": config.optimizer, "lora": LoraConfig()})
         # The value head takes the place of the output layer, whether or not that was tied.
-        architecture = replace(policy.architecture, tied=False)
+        architecture = replace(architecture, tied=False)
         self._architecture = architecture
-        model = build(architecture, settings, policy.world, CriticModel)
+        model = build(architecture, settings, world, CriticModel)
         assert isinstance(model, CriticModel)
         with WeightsReader(model_path) as reader:
-            weights.load(weights.entries(model, architecture), reader, architecture, policy.world)
+            weights.load(weights.entries(model, architecture), reader, architecture, world)
         model.add_head()
         self._model = model
-        self._net = pipeline.wrap(model, distributed_optimizer=policy.world.copies > 1)
+        self._net = pipeline.wrap(model, distributed_optimizer=world.copies > 1)
         self._optimizer = PolicyOptimizer(self._net, settings)
         self._offload = offload_of(like.offload, self._net, self._optimizer)
         self.release_memory()
@@ -82,9 +92,8 @@ class MegatronCritic(TrainedModel):
             One [L] array per sequence, the same on every rank.
         """
         self._offload.restore("parameters")
-        packer = self._policy.packer(sequences, [0.0] * len(sequences))
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        micro_batches = self._policy.micro_batches(packer, sequences, computed)
+        micro_batches = self._plan(sequences, [0.0] * len(sequences), computed)
         return self.evaluate(self._net, micro_batches, self._values)
 
     def train_step(
@@ -101,16 +110,30 @@ class MegatronCritic(TrainedModel):
         """
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        packer = self._policy.packer(sequences, of_tokens)
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
-        loss = ValueLoss(packer, computed, clip=self._config.clip_value, speaks=self.world.speaks)
-        micro_batches = self._policy.micro_batches(packer, sequences, computed)
+        micro_batches = self._plan(sequences, of_tokens, computed)
+        loss = ValueLoss(
+            micro_batches.packer,
+            computed,
+            clip=self._config.clip_value,
+            speaks=self.world.speaks,
+        )
         self.accumulate(
             micro_batches, lambda micro, hidden: loss(micro, self._values(micro, hidden))
         )
         applied = self.optimizer_step()
         stats = loss.reduce(len(micro_batches))
         return step_stats(stats, applied, time_s=time.perf_counter() - began)
+
+    def _plan(
+        self,
+        sequences: Sequence[TrainSequence],
+        of_tokens: Sequence[float],
+        computed: Sequence[int],
+    ) -> MicroBatches:
+        return self._planner.plan(
+            sequences, of_tokens, computed, plain_attention=self._model.attention_is_plain
+        )
 
     def _values(self, micro: MicroBatch, hidden_P1H: Tensor) -> Tensor:
         values_K = self._model.values(micro.at_predictors(hidden_P1H.squeeze(1)))

@@ -136,7 +136,7 @@ def train(
     batch = sequences(case["lengths"])
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
-    policy.share_prefixes = "never" if other is None else "always"
+    policy.planner.share_prefixes = "never" if other is None else "always"
     forked = forked_sequences(groups=1) if len(batch) > 1 else batch
     result = {
         "logprobs": logprobs,

@@ -16,7 +16,6 @@ from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.critic.backend import MegatronCritic
 from treadle.policy.backends.megatron.memory import estimate_memory
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.critic import CriticConfig
@@ -118,7 +117,7 @@ def test_a_critic_sees(models: Path, opened: list[MegatronPolicy]) -> None:
     config = PolicyConfig(optimizer=LINEAR)
     policy = MegatronPolicy(config, models / SEEING[1])
     opened.append(policy)
-    critic = MegatronCritic(policy, CriticConfig(), config, models / SEEING[1])
+    critic = policy.make_critic(CriticConfig())
     batch = [
         replace(s, values=FloatArray((0.0,) * len(s.ids)), returns=FloatArray((1.0,) * len(s.ids)))
         for s in seeing_sequences()

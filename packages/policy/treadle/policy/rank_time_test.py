@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.policy.config.choices import CAUSES, RankCause
-from treadle.policy.rank.rank_time import RankTime
+from treadle.policy.rank_time import RankTime
 
 
 class Watch:
