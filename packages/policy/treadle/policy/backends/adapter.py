@@ -33,37 +33,29 @@ class AdapterError(ValueError):
     """An adapter directory cannot be used; the message names it, the cause and the fix."""
 
 
-def start(lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], seed: int) -> _Start:
+def start(
+    lora: LoraConfig, shapes: Mapping[str, tuple[int, int]], seed: int
+) -> Mapping[str, Tensor]:
     """Returns A and B of every matrix by name, from `lora.path` or at random.
 
     At random as PEFT does: A uniform within 1 / sqrt(inputs) (`kaiming_uniform_` with a = sqrt(5)),
     B zero. Each A is drawn whole from its own generator, so that no parallel size changes it.
 
-    Args:
-        shapes: Of every tensor of the adapter, by its name in the directory.
-
     Raises:
         AdapterError: The directory is missing or does not fit the settings.
     """
-    return _Start(shapes, None if lora.path is None else _read(lora, lora.path, shapes), seed)
+    if lora.path is not None:
+        return _read(lora, lora.path, shapes)
+    return {name: _random(name, shape, seed) for name, shape in shapes.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Start:
-    shapes: Mapping[str, tuple[int, int]]
-    read: Mapping[str, Tensor] | None
-    seed: int
-
-    def __getitem__(self, name: str, /) -> Tensor:
-        if self.read is not None:
-            return self.read[name]
-        rows, columns = self.shapes[name]
-        if name.endswith(".lora_B.weight"):
-            return torch.zeros(rows, columns)
-        seed = ((self.seed << 32) + zlib.crc32(name.encode())) % 2**63
-        generator = torch.Generator().manual_seed(seed)
-        bound = 1.0 / math.sqrt(columns)
-        return torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
+def _random(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+    if name.endswith(".lora_B.weight"):
+        return torch.zeros(shape)
+    bound = 1.0 / math.sqrt(shape[1])
+    generator = torch.Generator()
+    generator.manual_seed(((seed << 32) + zlib.crc32(name.encode())) % 2**63)
+    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
 
 
 def _read(

@@ -6,7 +6,7 @@ contract suite leaves out what a backend cannot do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -38,6 +38,14 @@ def refuse_quantised(folder: Path) -> None:
             f"the weights are quantised, which is not read: {found}; take the model's "
             "publication in bfloat16, or dequantise it"
         )
+
+
+def raised(check: Callable[[], object]) -> Iterator[str]:
+    """Yields the message of a check that raises `UnsupportedModelError`."""
+    try:
+        check()
+    except UnsupportedModelError as error:
+        yield str(error)
 
 
 def adapted_names(

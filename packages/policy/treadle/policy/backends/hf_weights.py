@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch.distributed as dist
 from safetensors import safe_open
@@ -21,6 +23,9 @@ from torch import Tensor
 from treadle.policy.backends.ranks import together
 from treadle.policy.client.hf_files import INDEX, QUANTISED_KEYS, SINGLE, copy_files
 from treadle.policy.client.types import NamedTensor
+
+if TYPE_CHECKING:
+    from treadle.policy.backends.adapter import CollectedAdapter
 
 
 class WeightsReader:
@@ -112,28 +117,19 @@ def write_folder(
 
 
 def write_together(
-    tensors: Iterator[NamedTensor],
-    folder: Path,
-    *,
-    like: Path,
-    beside: Callable[[Path], None] | None = None,
+    tensors: Iterator[NamedTensor], folder: Path, *, like: Path, adapter: CollectedAdapter | None
 ) -> None:
-    """Does the same on rank 0; collective.
+    """Does the same on rank 0, with an adapter below; collective.
 
     Args:
-        tensors: On rank 0 all of them; run to its end by every rank.
+        tensors: On rank 0 all of them; run to its end by every rank, which the others wait for.
 
     Raises:
         CheckpointError: It could not be written; on every rank.
     """
-
-    def write() -> None:
-        write_folder(tensors, folder, like=like, beside=beside)
-
-    def drain() -> None:
-        for _ in tensors:  # take part to the end, so that no other rank waits for us
-            pass
-
+    beside = None if adapter is None else adapter.write_below
+    write = partial(write_folder, tensors, folder, like=like, beside=beside)
+    drain = partial(deque, tensors, maxlen=0)
     together(write if dist.get_rank() == 0 else None, folder, meanwhile=drain)
 
 

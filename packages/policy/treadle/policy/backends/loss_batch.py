@@ -192,7 +192,8 @@ class _Sums:
             values = [rows, weighted_T.detach(), *metrics]
             self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
 
-    def _reduced(self, num_micro_batches: int) -> LossStats:
+    @torch.no_grad()
+    def reduce(self, num_micro_batches: int) -> LossStats:
         """Collective: the statistics over all ranks."""
         count = torch.tensor(num_micro_batches, device=self._sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
@@ -267,8 +268,8 @@ class PolicyLoss(_Sums):
 
     @torch.no_grad()
     def reduce(self, num_micro_batches: int) -> LossStats:
-        """Collective: the statistics over all ranks."""
-        stats = self._reduced(num_micro_batches)
+        """See `_Sums.reduce`."""
+        stats = super().reduce(num_micro_batches)
         metrics = dict(stats.metrics)
         if self._has_rollout and len(self._slots_M):
             dist.all_reduce(self._gaps_2M)
@@ -315,10 +316,6 @@ class ValueLoss(_Sums):
         weighted_T = loss_T * micro.weights_T
         self._count(micro, weighted_T, clipped_T, values_T.detach())
         return weighted_T.sum()
-
-    def reduce(self, num_micro_batches: int) -> LossStats:
-        """Collective: the statistics over all ranks."""
-        return self._reduced(num_micro_batches)
 
 
 def _metric_names(loss: LossFn) -> list[str]:

@@ -25,14 +25,14 @@ from torch import Tensor
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends import adapter
 from treadle.policy.backends.fsdp import lora, weights
-from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
+from treadle.policy.backends.fsdp.batches import Batch
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.net import Net, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
-from treadle.policy.backends.ranks import device, join, save_folder
+from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import CriticBackend, Frame
-    from treadle.policy.backends.adapter import CollectedAdapter
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
@@ -114,10 +113,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
-        values = torch.from_numpy(values_M).to(self.device, copy=True)
-        dist.all_reduce(values)
-        found: NDArray[np.float32] = values.cpu().numpy()
-        return found
+        return sum_over_ranks(values_M)
 
     # --- computing ---------------------------------------------------------------------------
 
@@ -125,15 +121,15 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[FloatArray]:
         """See `PolicyBackend.logprobs`."""
-        return self.evaluate(self._net, sequences, lambda micro: self._net(micro, temperature)[0])
+        return self.evaluate(self._net, sequences, temperature)
 
     @torch.no_grad()
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[FloatArray]:
         """See `PolicyBackend.reference_logprobs`."""
-        if isinstance(other := self._reference, Net):
-            return self.evaluate(other, sequences, lambda micro: other(micro, temperature)[0])
+        if isinstance(self._reference, Net):
+            return self.evaluate(self._reference, sequences, temperature)
         if self._begins_bare:
             with lora.switched_off(self._net):
                 return self.logprobs(sequences, temperature=temperature)
@@ -162,15 +158,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         batch = Batch(sequences, of_tokens, at=self.device, packs=self._net.packs)
         computed = to_compute(sequences, loss)
         of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
-
-        def weighted(micro: MicroBatch) -> Tensor:
-            logprobs_T, entropy_T = self._net(micro, temperature)
-            if micro.is_blank:
-                total: Tensor = logprobs_T.sum() * 0.0
-                return total
-            return of_batch(micro, logprobs_T, entropy_T)
-
-        return of_batch.reduce(self.accumulate(batch, computed, weighted))
+        return of_batch.reduce(self.accumulate(batch, computed, of_batch, temperature))
 
     # --- weights and checkpoints ---------------------------------------------------------------
 
@@ -184,28 +172,24 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
     def save_hf(self, folder: Path) -> None:
         """See `PolicyBackend.save_hf`."""
-        collected = self._adapter()
-        beside = None if collected is None else collected.write_below
         everything = chain(self.export_weights(), weights.constants(self._net))
-        write_together(everything, folder, like=self._model_path, beside=beside)
+        write_together(everything, folder, like=self._model_path, adapter=self._adapter())
 
     def save_adapter(self, folder: Path) -> None:
         """See `PolicyBackend.save_adapter`."""
-        collected = self._adapter()
-        if collected is None:
+        if (collected := self._adapter()) is None:
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
         save_folder(collected.write, folder)
 
-    @torch.no_grad()
-    def _adapter(self) -> CollectedAdapter | None:
+    def _adapter(self) -> adapter.CollectedAdapter | None:
         """Returns the adapter, None without LoRA; collective."""
         if not self._net.lora_scaling:
             return None
-        dtype: torch.dtype = getattr(torch, self._config.dtype)
-        parameters = self._net.model.named_parameters()
-        tensors = {n: weights.whole(p).to(dtype) for n, p in parameters if p.requires_grad}
-        targets = tuple(self._model.adapted(self._config.lora))
-        return lora.collected(tensors, self._config.lora, targets, self._model_path)
+        settings, names = self._config.lora, tuple(self._model.adapted(self._config.lora))
+        return adapter.CollectedAdapter(
+            tensors=lora.collect(self._net, self._config.dtype),
+            settings=adapter.peft_settings(settings, names, base=str(self._model_path)),
+        )
 
     def _identity(self) -> dict[str, Any]:
         settings = {"model_type": self._model.model_type, "policy.lora.rank": None}

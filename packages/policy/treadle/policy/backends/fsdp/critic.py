@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.policy.backend import CriticBackend, step_stats
-from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
+from treadle.policy.backends.fsdp.batches import Batch
 from treadle.policy.backends.fsdp.net import ValueNet, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer
 from treadle.policy.backends.fsdp.trained import TrainedNet
@@ -20,8 +20,6 @@ from treadle.policy.backends.ranks import device
 from treadle.policy.client.batch import token_weights
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import LossAggregation, StepStats, TrainSequence
     from treadle.policy.config.critic import CriticConfig
@@ -46,7 +44,7 @@ class FsdpCritic(TrainedNet, CriticBackend):
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """See `CriticBackend.values`."""
-        return self.evaluate(self._net, sequences, self._net)
+        return self.evaluate(self._net, sequences)
 
     def train_step(
         self,
@@ -61,11 +59,6 @@ class FsdpCritic(TrainedNet, CriticBackend):
         batch = Batch(sequences, of_tokens, at=device(), packs=self._net.packs)
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
         loss = ValueLoss(batch, computed, clip=self._clip)
-
-        def weighted(micro: MicroBatch) -> Tensor:
-            values_T: Tensor = self._net(micro)
-            return values_T.sum() * 0.0 if micro.is_blank else loss(micro, values_T)
-
-        count = self.accumulate(batch, computed, weighted)
+        count = self.accumulate(batch, computed, loss)
         applied = self.optimizer_step()
         return step_stats(loss.reduce(count), applied, time_s=time.perf_counter() - began)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -17,6 +18,7 @@ from treadle.policy.backends.description import (
     ModelShape,
     UnsupportedModelError,
     adapted_names,
+    raised,
     refuse_quantised,
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
@@ -158,10 +160,7 @@ class FsdpDescription(BackendDescription):
                 "or none"
             )
         if policy.lora.rank:
-            try:
-                model.adapted(policy.lora)
-            except UnsupportedModelError as error:
-                yield str(error)
+            yield from raised(partial(model.adapted, policy.lora))
 
     def reference_problems(self, model: FsdpModel, reference: FsdpModel) -> Iterator[str]:
         """See `BackendDescription.reference_problems`."""
@@ -193,11 +192,10 @@ class FsdpDescription(BackendDescription):
         own = 4 * (model.num_parameters + adapters) // policy.parallel.data
         trained = 4 * adapters // policy.parallel.data if adapters else own
         # New adapters are switched off for the reference, which needs no copy.
-        is_bare = adapters and policy.lora.path is None
-        copied = trained if reference and other_reference is None and not is_bare else 0
-        other = 0
-        if reference and other_reference is not None:
-            other = 4 * other_reference.num_parameters // policy.parallel.data
+        is_bare = other_reference is None and adapters and policy.lora.path is None
+        copied = 0 if is_bare else reference * trained
+        if other_reference is not None:
+            copied = reference * 4 * other_reference.num_parameters // policy.parallel.data
         heads = model.num_heads * model.head_dim
         layer = size * rows * (8 * model.hidden_size + 5 * model.ffn_size + 4 * heads)
         kept = model.num_layers * layer
@@ -211,9 +209,9 @@ class FsdpDescription(BackendDescription):
             weights=own,
             gradients=trained,
             optimizer=2 * trained,
-            reference=copied + other,
+            reference=copied,
             activations=kept + whole + logits,
-            exchanged=copied,
+            exchanged=0 if other_reference else copied,
         )
 
     def critic_memory(self, model: FsdpModel, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:

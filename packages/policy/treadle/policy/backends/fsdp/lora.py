@@ -6,19 +6,21 @@ imported where there are adapters: it takes seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor, nn
 
 from treadle.policy.backends import adapter
+from treadle.policy.backends.fsdp.weights import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from treadle.policy.backends.fsdp.net import Net
+    from treadle.policy.config.choices import ElementType
     from treadle.policy.config.policy import LoraConfig
 
 _NAME: Final = "default"
@@ -67,13 +69,12 @@ def switched_off(model: nn.Module) -> Iterator[None]:
             layer.set_scale(_NAME, 1.0)
 
 
-def collected(
-    parameters: Mapping[str, Tensor], lora: LoraConfig, targets: Sequence[str], base: Any
-) -> adapter.CollectedAdapter:
-    """Returns the adapter of whole tensors, by the names of their modules."""
-    tensors = {_peft_name(name): t.cpu().contiguous() for name, t in parameters.items()}
-    settings = adapter.peft_settings(lora, targets, base=str(base))
-    return adapter.CollectedAdapter(tensors=tensors, settings=settings)
+@torch.no_grad()
+def collect(net: Net, dtype: ElementType) -> dict[str, Tensor]:
+    """Returns the adapter's tensors, whole, under PEFT's names; collective."""
+    as_type: torch.dtype = getattr(torch, dtype)
+    trained = ((name, p) for name, p in net.model.named_parameters() if p.requires_grad)
+    return {_peft_name(name): whole(p).to(as_type).cpu().contiguous() for name, p in trained}
 
 
 def _peft_name(name: str) -> str:

@@ -101,7 +101,7 @@ class Net(nn.Module):
             self.model.set_attn_implementation(before)
         return can
 
-    def forward(self, micro: MicroBatch, temperature: float) -> Any:
+    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Returns the [T] log-probabilities and entropies of the loss tokens, in nats."""
 
         def one(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -214,10 +214,10 @@ class ValueNet(Net):
         self.value_weight = nn.Parameter(torch.zeros(columns))
         self.model = self.model.base_model
 
-    def forward(self, micro: MicroBatch, temperature: float = 1.0) -> Any:
+    def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, ...]:
         """Returns the [T] values of the states before the loss tokens, float32."""
         hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
-        return hidden_TH.float() @ self.value_weight.float()
+        return (hidden_TH.float() @ self.value_weight.float(),)
 
 
 class _Given(nn.Module):

@@ -46,33 +46,27 @@ class TrainedNet:
 
     @torch.no_grad()
     def evaluate(
-        self,
-        net: Net,
-        sequences: Sequence[TrainSequence],
-        compute: Callable[[MicroBatch], Tensor],
+        self, net: Net, sequences: Sequence[TrainSequence], *settings: float
     ) -> list[FloatArray]:
-        """Returns what is computed for the loss tokens of a batch, [L] of each sequence."""
+        """Returns what a model gives first of the loss tokens of a batch, [L] of each sequence."""
         batch = Batch(sequences, [0.0] * len(sequences), at=device(), packs=net.packs)
         values_M = torch.zeros(batch.num_loss_tokens, device=device())
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
         for micro in self.micro_batches(batch, computed):
             with packed(micro.lengths):
-                values_T = compute(micro)
+                values_T, *_ = net(micro, *settings)
             if not micro.is_blank:
                 values_M[micro.slots_T] = values_T
         dist.all_reduce(values_M)
         return batch.unpack(values_M.cpu().numpy())
 
     def accumulate(
-        self,
-        batch: Batch,
-        computed: Sequence[int],
-        loss: Callable[[MicroBatch], Tensor],
+        self, batch: Batch, computed: Sequence[int], loss: Callable[..., Tensor], *settings: float
     ) -> int:
         """Adds the gradient of a loss to that of the next step.
 
         Args:
-            loss: Returns the sum of a micro-batch, 0 times an output of a blank one.
+            loss: Takes a micro-batch and what the model gives of it; returns a sum.
 
         Returns:
             The number of micro-batches.
@@ -82,8 +76,9 @@ class TrainedNet:
         for micro in self.micro_batches(batch, computed):
             count += 1
             with packed(micro.lengths):
-                # FSDP takes the mean over ranks.
-                (loss(micro) * dist.get_world_size()).backward()
+                outputs = self._net(micro, *settings)
+                total = outputs[0].sum() * 0.0 if micro.is_blank else loss(micro, *outputs)
+                (total * dist.get_world_size()).backward()  # FSDP takes the mean over ranks
         return count
 
     def micro_batches(self, batch: Batch, computed: Sequence[int]) -> Iterator[MicroBatch]:

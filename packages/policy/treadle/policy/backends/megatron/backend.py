@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
@@ -45,7 +44,7 @@ from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
-from treadle.policy.backends.ranks import save_folder
+from treadle.policy.backends.ranks import save_folder, sum_over_ranks
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -270,10 +269,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         computed = to_compute(sequences, loss)
         micro_batches = self._plan(sequences, of_tokens, computed, self._model)
-        packer = micro_batches.packer
-        of_batch = PolicyLoss(
-            loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
-        )
+        packer, speaks = micro_batches.packer, self.world.speaks
+        of_batch = PolicyLoss(loss, packer, computed, keep_tokens=keep_tokens, speaks=speaks)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
             return of_batch(micro, *self._head(self._model, micro, hidden, temperature))
@@ -288,12 +285,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
-        values = torch.from_numpy(values_M).to(device.device(), copy=True)
-        if not self.world.speaks:
-            values.zero_()
-        dist.all_reduce(values)
-        found: NDArray[np.float32] = values.cpu().numpy()
-        return found
+        return sum_over_ranks(values_M, speaks=self.world.speaks)
 
     def _head(
         self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
@@ -331,15 +323,12 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
     def save_hf(self, folder: Path) -> None:
         """See `PolicyBackend.save_hf`."""
-        collected = self._adapter()
         everything = checkpoint.collect(self.export_weights(), self.weight_specs(), self.world)
-        beside = None if collected is None else collected.write_below
-        write_together(everything, folder, like=self._model_path, beside=beside)
+        write_together(everything, folder, like=self._model_path, adapter=self._adapter())
 
     def save_adapter(self, folder: Path) -> None:
         """See `PolicyBackend.save_adapter`."""
-        collected = self._adapter()
-        if collected is None:
+        if (collected := self._adapter()) is None:
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
         save_folder(collected.write, folder)
 

@@ -112,12 +112,8 @@ class MegatronCritic(TrainedModel):
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
         micro_batches = self._plan(sequences, of_tokens, computed)
-        loss = ValueLoss(
-            micro_batches.packer,
-            computed,
-            clip=self._config.clip_value,
-            speaks=self.world.speaks,
-        )
+        packer, speaks = micro_batches.packer, self.world.speaks
+        loss = ValueLoss(packer, computed, clip=self._config.clip_value, speaks=speaks)
         self.accumulate(
             micro_batches, lambda micro, hidden: loss(micro, self._values(micro, hidden))
         )
