@@ -33,8 +33,8 @@ class RowCaches:
         """Does nothing: a cache grows by itself."""
 
     def copy_row(self, source: int, target: int, length: int) -> None:
-        """Gives the cache of a row to another."""
-        self._rows[target] = self._rows.pop(source)
+        """Gives the cache of a row to another; a row that was not read yet has none."""
+        self._rows[target] = self._rows.pop(source, None)
 
     def release(self) -> None:
         """Frees the memory."""
