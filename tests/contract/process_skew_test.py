@@ -19,9 +19,9 @@ from contract.programs import Programs
 from treadle.agent_loop.rpc import ChannelSecurity
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.config.weight_sync import WeightSyncConfig
+from treadle.policy.testing.weights_only import Weights
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.publisher import WeightPublisher
-from treadle.policy.weight_sync.testing import Weights
 from treadle.rollout.v1.server_service_pb2 import GetServerInfoResponse
 from treadle.rollout_server.testing import running_server
 from treadle.trainer.demo import DEMO

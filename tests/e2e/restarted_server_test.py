@@ -22,9 +22,9 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.rpc import Requirements
 from treadle.policy.client.group import PolicyGroup
+from treadle.policy.testing.weights_only import Weights
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import WeightPublisher
-from treadle.policy.weight_sync.testing import Weights
 from treadle.rollout_server.testing import ServerProcess, held_address
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config

@@ -6,7 +6,7 @@ contract suite leaves out what a backend cannot do.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -38,6 +38,40 @@ def refuse_quantised(folder: Path) -> None:
             f"the weights are quantised, which is not read: {found}; take the model's "
             "publication in bfloat16, or dequantise it"
         )
+
+
+def raised(check: Callable[[], object]) -> Iterator[str]:
+    """Yields the message of a check that raises `UnsupportedModelError`."""
+    try:
+        check()
+    except UnsupportedModelError as error:
+        yield str(error)
+
+
+def adapted_names(
+    targets: Sequence[str], fused: Mapping[str, Sequence[str]], model_type: str
+) -> tuple[str, ...]:
+    """Returns which matrices of a layer have an adapter, under the names of the files.
+
+    Args:
+        targets: `policy.lora.targets`.
+        fused: What the files have in one matrix, which then has one adapter, as in PEFT.
+
+    Raises:
+        UnsupportedModelError: Only some of what is one matrix is to have an adapter.
+    """
+    names = list(targets)
+    for name, parts in fused.items():
+        chosen = [part for part in parts if part in names]
+        if chosen and len(chosen) < len(parts):
+            raise UnsupportedModelError(
+                f"policy.lora.targets has {', '.join(chosen)}: files of {model_type} have "
+                f"{', '.join(parts)} in one matrix, {name}; name all of them or none"
+            )
+        if chosen:
+            names[names.index(chosen[0])] = name
+            names = [other for other in names if other not in parts]
+    return tuple(names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from treadle.policy.backends.ranks import together
 from treadle.policy.client.hf_files import INDEX, QUANTISED_KEYS, SINGLE, copy_files
 from treadle.policy.client.types import NamedTensor
+
+if TYPE_CHECKING:
+    from treadle.policy.backends.adapter import CollectedAdapter
 
 
 class WeightsReader:
@@ -103,6 +110,23 @@ def write_folder(
         raise
 
 
+def write_together(
+    tensors: Iterator[NamedTensor], folder: Path, *, like: Path, adapter: CollectedAdapter | None
+) -> None:
+    """Does the same on rank 0, with an adapter below; collective.
+
+    Args:
+        tensors: On rank 0 all of them; run to its end by every rank, which the others wait for.
+
+    Raises:
+        CheckpointError: It could not be written; on every rank.
+    """
+    beside = None if adapter is None else adapter.write_below
+    write = partial(write_folder, tensors, folder, like=like, beside=beside)
+    drain = partial(deque, tensors, maxlen=0)
+    together(write if dist.get_rank() == 0 else None, folder, meanwhile=drain)
+
+
 def _describe_weights(config_file: Path, element_types: Set[str]) -> None:
     """Writes the type of the weights into config.json: loaders convert weights to it."""
     config = json.loads(config_file.read_text(encoding="utf-8"))
@@ -128,7 +152,8 @@ def _write_shards(tensors: Iterable[NamedTensor], folder: Path, shard_bytes: int
         save_file(data, folder / file, metadata={"format": "pt"})
         weight_map.update(dict.fromkeys(data, file))
         total += sum(t.nbytes for t in data.values())
-        element_types |= {str(t.dtype).removeprefix("torch.") for t in data.values()}
+        weights = (t for t in data.values() if t.is_floating_point())
+        element_types |= {str(t.dtype).removeprefix("torch.") for t in weights}
     if len(set(weight_map.values())) == 1:
         (folder / next(iter(weight_map.values()))).rename(folder / SINGLE)
         return element_types

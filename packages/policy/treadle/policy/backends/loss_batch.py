@@ -8,8 +8,9 @@ Shape suffixes: T loss tokens and S samples of a micro-batch, M loss tokens of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.algorithms.mismatch import mismatch_metrics
+from treadle.policy.algorithms.value_loss import value_loss
 from treadle.policy.backend import LossInputs
 from treadle.policy.client.batch import check_optional_fields, has_gradient, input_length
 from treadle.policy.client.types import LossStats, TokenValues, TrainSequence
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
     from treadle.agent_loop import FloatArray
-    from treadle.policy.backend import LossFn, LossOutput
+    from treadle.policy.backend import LossFn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,11 @@ class MicroBatchTokens:
     stale_T: Tensor
     sample_lengths_S: Tensor
     selected_T: Tensor | None
+
+    @property
+    def num_rows(self) -> int:
+        """Positions that the model computes."""
+        raise NotImplementedError
 
     def loss_inputs(self, logprobs_T: Tensor, entropy_T: Tensor) -> LossInputs:
         """Returns the input of the loss, given the output of the model."""
@@ -77,7 +84,7 @@ class LossBatch:
                 `selected`.
         """
         check_optional_fields(sequences)
-        self._sequences = sequences
+        self.sequences = sequences
         self._weights = weights
         self._at = at
         self._positions = [sequence.loss_positions for sequence in sequences]
@@ -90,7 +97,18 @@ class LossBatch:
 
     def has(self, name: str) -> bool:
         """Returns whether the batch carries the optional log-probabilities of this name."""
-        return bool(self._sequences) and getattr(self._sequences[0], name) is not None
+        return bool(self.sequences) and getattr(self.sequences[0], name) is not None
+
+    def at_slots(self, name: str) -> Tensor:
+        """Returns [M] numbers of all loss tokens, on the device.
+
+        Raises:
+            ValueError: A sequence does not carry them.
+        """
+        lacking = sum(getattr(sequence, name) is None for sequence in self.sequences)
+        if lacking:
+            raise ValueError(f"{lacking} of {len(self.sequences)} sequences have no {name}")
+        return self._joined([sequence.at_loss_tokens(name) for sequence in self.sequences])
 
     def slots(self, indices: Sequence[int]) -> Tensor:
         """Returns the slots of some sequences, on the device."""
@@ -103,7 +121,7 @@ class LossBatch:
         Raises:
             RuntimeError: Another data-parallel group has the values of a sequence.
         """
-        chosen = [self._sequences[i] for i in indices]
+        chosen = [self.sequences[i] for i in indices]
         if any(sequence.is_outline for sequence in chosen):
             raise RuntimeError(f"sequences {list(indices)} have values on other ranks only")
         weights = [np.full(len(self._positions[i]), self._weights[i]) for i in indices]
@@ -132,7 +150,7 @@ class LossBatch:
 
     def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:
         """Returns values by slot as one [L] array per sequence, 0.0 outside the loss mask."""
-        ends = zip(self._sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
+        ends = zip(self.sequences, *(self._offsets[:-1], self._offsets[1:]), strict=True)
         return [sequence.aligned(values_M[begin:end]) for sequence, begin, end in ends]
 
     def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
@@ -141,39 +159,6 @@ class LossBatch:
 
     def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collected:
-    """A step's statistics, the same on every rank."""
-
-    loss: float
-    num_rows: int
-    num_micro_batches: int
-    metrics: Mapping[str, float]
-    tokens: TokenValues | None
-
-    def of_step(
-        self,
-        sequences: Sequence[TrainSequence],
-        computed: Sequence[int],
-        *,
-        num_loss_tokens: int,
-        time_s: float,
-    ) -> LossStats:
-        """Returns the result of `forward_backward` on a batch."""
-        return LossStats(
-            loss=self.loss,
-            num_sequences=len(sequences),
-            num_computed=len(computed),
-            num_tokens=sum(input_length(sequences[i]) for i in computed),
-            num_rows=self.num_rows,
-            num_loss_tokens=num_loss_tokens,
-            num_micro_batches=self.num_micro_batches,
-            time_s=time_s,
-            metrics=self.metrics,
-            tokens=self.tokens,
-        )
 
 
 def to_compute(sequences: Sequence[TrainSequence], loss: LossFn) -> list[int]:
@@ -185,12 +170,55 @@ def to_compute(sequences: Sequence[TrainSequence], loss: LossFn) -> list[int]:
     ]
 
 
-class StatsCollector:
-    """Sums each micro-batch's statistics over loss tokens; ranks are reduced once, at the end.
+class _Sums:
+    """Sums over loss tokens of what a step counts; ranks are reduced once, at the end.
 
     Invariant: a metric is a mean over the loss tokens that went through the model, exact for any
-    cut of the batch; if none did, there are no metrics. The difference to the rollout engine is
-    kept per token, since a percentile cannot be reduced from parts.
+    cut of the batch; if none did, there are no metrics.
+    """
+
+    def __init__(
+        self, batch: LossBatch, computed: Sequence[int], names: Sequence[str], *, speaks: bool
+    ) -> None:
+        self._began = time.perf_counter()
+        self._batch, self._computed, self._names, self._speaks = batch, computed, names, speaks
+        self._slots_M = batch.slots(computed)
+        at = self._slots_M.device
+        self._sums = torch.zeros(2 + len(names), dtype=torch.float64, device=at)
+
+    def _count(self, micro: MicroBatchTokens, weighted_T: Tensor, *metrics: Tensor) -> None:
+        if self._speaks:
+            rows = torch.tensor(micro.num_rows, device=self._sums.device)
+            values = [rows, weighted_T.detach(), *metrics]
+            self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+
+    @torch.no_grad()
+    def reduce(self, num_micro_batches: int) -> LossStats:
+        """Collective: the statistics over all ranks."""
+        count = torch.tensor(num_micro_batches, device=self._sums.device)
+        dist.all_reduce(count, dist.ReduceOp.MAX)
+        dist.all_reduce(self._sums)
+        rows, loss, *sums = self._sums.tolist()
+        tokens, sequences = len(self._slots_M), self._batch.sequences
+        names = self._names if tokens else ()
+        return LossStats(
+            loss=loss,
+            num_sequences=len(sequences),
+            num_computed=len(self._computed),
+            num_tokens=sum(input_length(sequences[i]) for i in self._computed),
+            num_rows=int(rows) if tokens else 0,
+            num_loss_tokens=self._batch.num_loss_tokens,
+            num_micro_batches=int(count) if tokens else 0,
+            time_s=time.perf_counter() - self._began,
+            metrics={n: total / tokens for n, total in zip(names, sums, strict=False)},
+        )
+
+
+class PolicyLoss(_Sums):
+    """The loss of a batch and its statistics.
+
+    The difference to the rollout engine is kept per token, since a percentile cannot be reduced
+    from parts.
     """
 
     def __init__(
@@ -208,28 +236,28 @@ class StatsCollector:
             computed: The sequences that go through the model.
             speaks: Whether this rank's micro-batches count: one of those that compute the same.
         """
-        self._speaks = speaks
-        self._names = ["actor/entropy", *_metric_names(loss)]
-        self._slots_M = batch.slots(computed)
+        names = ["actor/entropy", *_metric_names(loss)]
+        super().__init__(batch, computed, names, speaks=speaks)
+        self._loss = loss
         at = self._slots_M.device
-        self._sums = torch.zeros(2 + len(self._names), dtype=torch.float64, device=at)
         # Of each loss token: the difference to the rollout engine, and 1 if it is stale.
         self._gaps_2M = torch.zeros(2, batch.num_loss_tokens, device=at)
         self._has_rollout = batch.has("rollout_logprobs")
         # Log-probability and entropy of each loss token.
         self._tokens_2M = torch.zeros(2, batch.num_loss_tokens, device=at) if keep_tokens else None
 
-    @torch.no_grad()
-    def add(
-        self, micro: MicroBatchTokens, num_rows: int, inputs: LossInputs, output: LossOutput
-    ) -> None:
-        """Counts one micro-batch."""
-        if not self._speaks:
-            return
-        weighted_T = output.loss_T.detach() * micro.weights_T
-        rows = torch.tensor(num_rows, device=self._sums.device)
-        values = [rows, weighted_T, inputs.entropy_T.detach(), *output.metrics_T.values()]
-        self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
+    def __call__(self, micro: MicroBatchTokens, logprobs_T: Tensor, entropy_T: Tensor) -> Tensor:
+        """Returns the weighted sum of a micro-batch, and counts it."""
+        inputs = micro.loss_inputs(logprobs_T, entropy_T)
+        output = self._loss(inputs)
+        weighted_T = output.loss_T * micro.weights_T
+        with torch.no_grad():
+            self._count(micro, weighted_T, entropy_T.detach(), *output.metrics_T.values())
+            if self._speaks:
+                self._keep(micro, inputs)
+        return weighted_T.sum()
+
+    def _keep(self, micro: MicroBatchTokens, inputs: LossInputs) -> None:
         if inputs.rollout_logprobs_T is not None:
             gaps_T = inputs.logprobs_T.detach() - inputs.rollout_logprobs_T
             self._gaps_2M[:, micro.slots_T] = torch.stack([gaps_T, micro.stale_T.to(gaps_T.dtype)])
@@ -239,29 +267,15 @@ class StatsCollector:
             )
 
     @torch.no_grad()
-    def reduce(self, num_micro_batches: int) -> Collected:
-        """Collective: the sums over all ranks."""
-        count = torch.tensor(num_micro_batches, device=self._sums.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        dist.all_reduce(self._sums)
-        rows, loss, *sums = self._sums.tolist()
-        tokens = len(self._slots_M)
-        if not tokens:
-            return Collected(
-                loss=loss, num_rows=0, num_micro_batches=0, metrics={}, tokens=self._kept()
-            )
-        metrics = {name: total / tokens for name, total in zip(self._names, sums, strict=True)}
-        if self._has_rollout:
+    def reduce(self, num_micro_batches: int) -> LossStats:
+        """See `_Sums.reduce`."""
+        stats = super().reduce(num_micro_batches)
+        metrics = dict(stats.metrics)
+        if self._has_rollout and len(self._slots_M):
             dist.all_reduce(self._gaps_2M)
             gaps_M, stale_M = self._gaps_2M[:, self._slots_M]
             metrics |= mismatch_metrics(gaps_M, stale_M.bool())
-        return Collected(
-            loss=loss,
-            num_rows=int(rows),
-            num_micro_batches=int(count),
-            metrics=metrics,
-            tokens=self._kept(),
-        )
+        return replace(stats, metrics=metrics, tokens=self._kept())
 
     def _kept(self) -> TokenValues | None:
         """Collective: the values of each loss token, if they are kept."""
@@ -272,6 +286,36 @@ class StatsCollector:
         values_2M[:, self._slots_M] = self._tokens_2M[:, self._slots_M]
         logprobs_M, entropy_M = values_2M.cpu().numpy()
         return TokenValues(logprobs_M=logprobs_M, entropy_M=entropy_M)
+
+
+class ValueLoss(_Sums):
+    """The value loss of a batch, for a critic, and its statistics."""
+
+    def __init__(
+        self,
+        batch: LossBatch,
+        computed: Sequence[int],
+        *,
+        clip: float | None,
+        speaks: bool = True,
+    ) -> None:
+        """See `PolicyLoss`.
+
+        Raises:
+            ValueError: A sequence has no values or no returns.
+        """
+        names = ("critic/vf_clipfrac", "critic/vpred_mean")
+        super().__init__(batch, computed, names, speaks=speaks)
+        self._clip = clip
+        self._old_M, self._returns_M = batch.at_slots("values"), batch.at_slots("returns")
+
+    def __call__(self, micro: MicroBatchTokens, values_T: Tensor) -> Tensor:
+        """Returns the weighted sum of a micro-batch, and counts it."""
+        old_T, returns_T = self._old_M[micro.slots_T], self._returns_M[micro.slots_T]
+        loss_T, clipped_T = value_loss(values_T, old_T, returns_T, clip=self._clip)
+        weighted_T = loss_T * micro.weights_T
+        self._count(micro, weighted_T, clipped_T, values_T.detach())
+        return weighted_T.sum()
 
 
 def _metric_names(loss: LossFn) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -15,6 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from treadle.policy.backend import CheckpointError, Rendezvous
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from treadle.policy.config.policy import ParallelConfig
 
 CPU: Final = torch.device("cpu")
@@ -66,6 +69,16 @@ def _store(place: Rendezvous) -> Any:
         timeout=timedelta(seconds=place.timeout_s),
         master_listen_fd=place.listener,
     )
+
+
+def sum_over_ranks(values_M: NDArray[np.float32], *, speaks: bool = True) -> NDArray[np.float32]:
+    """Returns the sums of what the ranks that speak have; see `PolicyBackend.sum_over_shards`."""
+    values = torch.from_numpy(values_M).to(device(), copy=True)
+    if not speaks:
+        values.zero_()
+    dist.all_reduce(values)
+    found: NDArray[np.float32] = values.cpu().numpy()
+    return found
 
 
 def save_folder(write: Callable[[Path], None], folder: Path) -> None:
@@ -128,11 +141,23 @@ def write_directory(
         raise
 
 
+def check_identity(directory: Path, written: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises `CheckpointError` if a checkpoint is of another model, or of other adapters."""
+    different = [
+        f"{name} is {written.get(name)}, not {own.get(name)}"
+        for name in {**own, **written}
+        if written.get(name) != own.get(name)
+    ]
+    if different:
+        listed = ", ".join(different[:9])
+        raise CheckpointError(f"the checkpoint in {directory} is of another model: {listed}")
+
+
 def together(
     action: Callable[[], None] | None,
     place: Path,
     *,
-    meanwhile: Callable[[], None] | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> None:
     """Runs `action` where it is given, and fails on every rank if it failed on any.
 

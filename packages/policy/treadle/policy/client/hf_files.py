@@ -92,9 +92,9 @@ def quantisation(folder: Path) -> str | None:
     return None
 
 
-def tensor_shapes(file: Path) -> Iterator[list[int]]:
-    """Yields the shape of each tensor of a safetensors file."""
-    return (tensor["shape"] for _, tensor in _tensors(file))
+def tensor_shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yields the name and the shape of each tensor of a safetensors file."""
+    return ((name, tensor["shape"]) for name, tensor in _tensors(file))
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:

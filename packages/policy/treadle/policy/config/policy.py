@@ -218,9 +218,10 @@ class PolicyConfig(BaseModel):
 
     backend: BackendName = "megatron"
     """What computes the policy. megatron: Megatron-core. fsdp: transformers' own modules, sharded
-    by torch's FSDP2, for types of models that Megatron-core does not compute. fake: a model without
-    its layers, in one process, for trying out everything around a policy; it starts in a moment and
-    learns little."""
+    by torch's FSDP2. fake: a model without its layers, in one process, for trying out everything
+    around a policy; it starts in a moment and learns little. Where it is not set, a run takes
+    megatron if that computes the type of the model and is installed, else fsdp; --dry-run prints
+    which, and why."""
     command: tuple[str, ...] = ()
     """Program and leading arguments that start a rank in an environment of its own, with another
     Python and another torch, such as /opt/policy/bin/treadle-policy-rank; the rank does not see the

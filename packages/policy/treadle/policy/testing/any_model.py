@@ -65,6 +65,16 @@ _SIZES: Final[Mapping[str, int]] = {
 
 _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "deepseek_v4": {
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "hc_mult": 2,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+        "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
+    },
     "dots1": {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1},
     "falcon": {"head_dim": ...},
     "gemma3n_text": {
@@ -85,8 +95,12 @@ _OWN: Final[Mapping[str, Mapping[str, Any]]] = {
 """Settings of one type beside these, which are used whole; an ellipsis: leave it as it is."""
 
 
-def tiny_config(model_type: str) -> Any:
-    """Returns the configuration of a tiny model: that of its class with sizes that are small."""
+def tiny_config(model_type: str, **others: Any) -> Any:
+    """Returns the configuration of a tiny model: that of its class with sizes that are small.
+
+    Args:
+        others: More settings, where the type has them.
+    """
     import transformers
 
     of_type: Any = transformers.CONFIG_MAPPING[model_type]
@@ -105,20 +119,24 @@ def tiny_config(model_type: str) -> Any:
         if name in settings:
             settings.pop(alias, None)
     settings |= {"pad_token_id": None, "bos_token_id": 0, "eos_token_id": 1, **own}
+    settings |= {name: value for name, value in others.items() if hasattr(usual, name)}
     return of_type(**{name: value for name, value in settings.items() if value is not ...})
 
 
-def write_any(folder: Path, model_type: str) -> Any:
-    """Writes a tiny random model of a type, and returns it."""
+def write_any(folder: Path, model_type: str, **others: Any) -> Any:
+    """Writes a tiny random model of a type, and returns it; `others` are as in `tiny_config`."""
     import transformers
 
     torch.manual_seed(0)
     models: Any = transformers.AutoModelForCausalLM
-    model = models.from_config(tiny_config(model_type)).float()
+    model = models.from_config(tiny_config(model_type, **others)).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name or "bias" in name:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
+        for name, buffer in model.named_buffers():
+            if name.endswith("tid2eid"):  # experts by id, which begin at 0
+                buffer.random_(0, model.config.n_routed_experts)
     model.train(False)
     model.save_pretrained(folder)
     return model
@@ -133,7 +151,8 @@ def check_type(backend: BackendName, model_type: str, folder: Path) -> bool:
     import transformers
 
     reference = write_any(folder / "model", model_type)
-    stored = load_file(folder / "model" / "model.safetensors")
+    everything = load_file(folder / "model" / "model.safetensors")
+    stored = {name: t for name, t in everything.items() if t.is_floating_point()}
     batch = sequences(LENGTHS, vocab=tiny_vocab(reference))
     loss = policy_loss(AlgorithmConfig(entropy_coef=0.01))
 
@@ -156,6 +175,10 @@ def check_type(backend: BackendName, model_type: str, folder: Path) -> bool:
             stats = policy.train_step(batch, loss)
             if packs:
                 policy.save_hf(folder / "saved")
+                saved = load_file(folder / "saved" / "model.safetensors")
+                assert {n: t.dtype for n, t in saved.items()} == {
+                    n: t.dtype for n, t in everything.items()
+                }
                 again = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved")
                 _check_logprobs(again, policy, batch)
             return stats, exported(policy)

@@ -8,11 +8,15 @@ attributes of `ContractBase` and `LayoutContract` adapt the suite: the model typ
 with transformers, the layouts that are compared with one process.
 """
 
+from treadle.policy.testing.critic_contract import CriticContract
 from treadle.policy.testing.layout_contract import LayoutContract
+from treadle.policy.testing.lora_contract import LoraContract
 from treadle.policy.testing.model_contract import ModelContract
 from treadle.policy.testing.state_contract import StateContract
 from treadle.policy.testing.step_contract import StepContract
 
 
-class PolicyContract(ModelContract, StepContract, StateContract, LayoutContract):
+class PolicyContract(
+    ModelContract, StepContract, StateContract, LoraContract, CriticContract, LayoutContract
+):
     """The whole contract; see the module docstring."""

@@ -7,8 +7,8 @@ import grpc.aio
 import pytest
 import pytest_asyncio
 
+from treadle.policy.testing.weights_only import FakeServer, Serve, Weights
 from treadle.policy.weight_sync.client import WeightSyncClient
-from treadle.policy.weight_sync.testing import FakeServer, Serve, Weights
 from treadle.rollout.v1 import weight_sync_service_pb2_grpc as pb_grpc
 
 

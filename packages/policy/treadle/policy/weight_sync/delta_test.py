@@ -22,11 +22,11 @@ from treadle.policy.config.weight_sync import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
+from treadle.policy.testing.weights_only import FakeServer, Serve, Weights
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.delta import DeltaSender, encode
 from treadle.policy.weight_sync.payload import tensor_bytes
 from treadle.policy.weight_sync.publisher import WeightPublisher
-from treadle.policy.weight_sync.testing import FakeServer, Serve, Weights
 
 # --- the rank's side ---
 

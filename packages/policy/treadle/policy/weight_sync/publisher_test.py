@@ -13,11 +13,11 @@ from treadle.policy.config.weight_sync import (
     SharedMemoryTransportConfig,
     WeightSyncConfig,
 )
+from treadle.policy.testing.weights_only import FakeServer, Serve, Weights
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.policy.weight_sync.payload import tensor_bytes
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.policy.weight_sync.server_security import ServerSecurity
-from treadle.policy.weight_sync.testing import FakeServer, Serve, Weights
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 
 _INLINE = WeightSyncConfig(transport=InlineTransportConfig(chunk_bytes=4096))

@@ -19,6 +19,7 @@ from treadle.trainer.own_code import NOTHING, OwnCode
 from treadle.trainer.plan import Plan
 from treadle.trainer.preflight.describe import describe, memory_line
 from treadle.trainer.preflight.devices import ask_cluster, device_rows
+from treadle.trainer.preflight.model_checks import with_backend
 from treadle.trainer.preflight.table import (
     OWN_CODE,
     PROCESSES,
@@ -76,12 +77,16 @@ def check_run(
         SetupError: The configuration names something that does not exist or does not fit.
         SeveralProblems: More than one of these.
     """
+    missing_keys = () if missing is None else missing.keys
+    why = "the default"
+    if "model.path" not in missing_keys:
+        config, why = with_backend(config)
     backend = describe_backend(config.policy.backend)
     found = Findings(
         config=config,
         run_dir=run_dir,
         own=own,
-        missing=() if missing is None else missing.keys,
+        missing=missing_keys,
         backend=backend,
         fetch=False,
         needed=not plan_only,
@@ -103,6 +108,7 @@ def check_run(
         *describe(config, own, inputs, backend, architecture),
         ("memory of a policy rank", line),
         *device_rows(config, architecture, memory, found["gpus"], cluster),
+        ("policy backend", f"{config.policy.backend}: {why}"),
         *((name.replace("_", " "), found[name]) for name in _ANSWERS if name in found),
     )
     plan = replace(plan, details=details)

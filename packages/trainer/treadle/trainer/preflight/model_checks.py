@@ -5,9 +5,10 @@ Reads config.json and names of files; no weights, and no torch.
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from treadle.agent_loop import SetupError
 from treadle.policy.backends.description import (
@@ -16,9 +17,11 @@ from treadle.policy.backends.description import (
     UnsupportedModelError,
     refusals,
 )
+from treadle.policy.backends.registry import choose
 from treadle.policy.client.hf_files import missing_weights
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import Config
+from treadle.trainer.config.sft import SftConfig
 from treadle.trainer.data.load_data import read_model_config
 from treadle.trainer.hub import is_model_id
 from treadle.trainer.model_source import resolve_model
@@ -37,7 +40,31 @@ __all__ = [
     "check_vocabulary",
     "check_weights",
     "read_architecture",
+    "with_backend",
 ]
+
+
+AnyConfigT = TypeVar("AnyConfigT", Config, SftConfig)
+
+
+def with_backend(config: AnyConfigT) -> tuple[AnyConfigT, str]:
+    """Chooses `policy.backend` where it is not set; returns why too."""
+    policy = config.policy
+    if "backend" in policy.model_fields_set:
+        return config, "as set"
+    try:
+        folder = resolve_model(config.model.path, weights=False)
+        model_type = str(read_model_config(folder).get("model_type"))
+    except SetupError:
+        return config, "the default"  # the checks of the model tell what is wrong with it
+    try:
+        importlib.metadata.version("megatron-core")
+        is_there = True
+    except importlib.metadata.PackageNotFoundError:
+        is_there = bool(policy.command)  # then ranks have an environment of their own
+    backend, why = choose(model_type, megatron_is_there=is_there)
+    policy = policy.model_copy(update={"backend": backend})
+    return config.model_copy(update={"policy": policy}), why
 
 
 def check_backend(

@@ -19,7 +19,11 @@ from treadle.trainer.data.load_data import model_context
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.preflight.devices import found_gpus, topology_rows
-from treadle.trainer.preflight.model_checks import check_backend, check_policy_parallel
+from treadle.trainer.preflight.model_checks import (
+    check_backend,
+    check_policy_parallel,
+    with_backend,
+)
 from treadle.trainer.preflight.table import (
     ARCHITECTURE,
     FIT,
@@ -135,6 +139,7 @@ def check_sft(
         SetupError: The model does not exist or does not fit.
         SeveralProblems: More than one of these.
     """
+    config, why = with_backend(config)
     found = Findings(
         config=config,
         run_dir=run_dir,
@@ -155,7 +160,10 @@ def check_sft(
         run_dir=run_dir,
         train=found["train_examples"],
         val=found.get("val_examples"),
-        notes=tuple(note for kind in kinds if kind in found for note in found[kind].notes),
+        notes=(
+            *(note for kind in kinds if kind in found for note in found[kind].notes),
+            f"policy.backend={config.policy.backend}: {why}",
+        ),
         policy_threads=config.launch.policy_threads or max(1, cpu_count() // ranks),
         gpus=found["gpus"],
     )

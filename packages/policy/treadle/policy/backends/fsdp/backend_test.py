@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any, ClassVar, Final
 
+import torch
+
 from treadle.policy.config.choices import BackendName
 from treadle.policy.testing.layout_contract import Rounds, case
 from treadle.policy.testing.policy_contract import PolicyContract
@@ -21,6 +23,13 @@ class TestFsdpPolicy(PolicyContract):
         **{name: (name, {}) for name in ("gemma2", "gemma3_text", "llama", "qwen3")},
         "llama-untied": ("llama", {"tied": False}),
     }
+    adapted: ClassVar[tuple[str, ...]] = ("glm4", "gemma2")
+    lora_layouts: ClassVar[tuple[tuple[Mapping[str, Any], ...], ...]] = (({"data": 2},),)
+    critic_layouts: ClassVar[tuple[tuple[Mapping[str, Any], ...], ...]] = (({"data": 2},),)
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {"folder": ({"data": 2}, 0)}
     readers: ClassVar[tuple[tuple[Mapping[str, Any], int], ...]] = (({"data": 2}, 0),)
+
+    def value_head(self, critic: Any) -> torch.Tensor:
+        head: torch.Tensor = critic._net.value_weight
+        return head

@@ -77,19 +77,19 @@ class Batch(LossBatch):
             computed: Indices of those that go through the model.
             max_tokens: Most positions of a micro-batch of several sequences.
         """
-        if self._sequences and self._sequences[0].shard is not None:  # the driver has chosen
-            mine = [i for i in computed if self._sequences[i].shard == shard]
+        if self.sequences and self.sequences[0].shard is not None:  # the driver has chosen
+            mine = [i for i in computed if self.sequences[i].shard == shard]
         else:
-            lengths = [input_length(self._sequences[i]) for i in computed]
+            lengths = [input_length(self.sequences[i]) for i in computed]
             mine = [computed[i] for i in balance(lengths, num_shards)[shard]]
-        lengths = [input_length(self._sequences[i]) for i in mine]
+        lengths = [input_length(self.sequences[i]) for i in mine]
         packs = pack(lengths, max_tokens=max_tokens) if self._packs else _rows(lengths, max_tokens)
         return [[mine[member] for member in reversed(members)] for members in packs]
 
     def micro_batch(self, indices: Sequence[int], *, is_blank: bool = False) -> MicroBatch:
         """Returns the input for some sequences, the longest of which is the first."""
         loss_tokens: dict[str, Any] = self.loss_tokens(indices)
-        chosen = [self._sequences[i] for i in indices]
+        chosen = [self.sequences[i] for i in indices]
         lengths = [input_length(sequence) for sequence in chosen]
         parts = [np.asarray(s.ids)[:n] for s, n in zip(chosen, lengths, strict=True)]
         if self._packs:

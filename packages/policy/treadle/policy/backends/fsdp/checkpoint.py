@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from treadle.policy.backend import CheckpointError
-from treadle.policy.backends.ranks import explain, write_directory
+from treadle.policy.backends.ranks import check_identity, explain, write_directory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,13 +63,7 @@ def load(tensors: Mapping[str, Tensor], identity: Any, directory: Path) -> int:
         state = json.loads((directory / _STATE).read_text(encoding="utf-8"))
     except ValueError as error:
         raise CheckpointError(f"{directory / _STATE} is damaged: {error}") from error
-    if (written := state["identity"]) != json.loads(json.dumps(identity)):
-        different = sorted(
-            name for name in {**written, **identity} if written.get(name) != identity.get(name)
-        )
-        raise CheckpointError(
-            f"the checkpoint in {directory} is of another model: {', '.join(different[:5])} differ"
-        )
+    check_identity(directory, state["identity"], json.loads(json.dumps(identity)))
     try:
         load_tensors(dict(tensors), storage_reader=FileSystemReader(directory))
     except CheckpointException as error:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -15,6 +17,8 @@ from treadle.policy.backends.description import (
     MemoryEstimate,
     ModelShape,
     UnsupportedModelError,
+    adapted_names,
+    raised,
     refuse_quantised,
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
@@ -23,13 +27,15 @@ from treadle.policy.client.hf_files import (
     tensor_shapes,
     weight_files,
 )
+from treadle.policy.config.policy import TARGETS, LoraConfig
 
 if TYPE_CHECKING:
     from treadle.policy.config.choices import BackendName
-    from treadle.policy.config.policy import LoraConfig, ParallelConfig, PolicyConfig
+    from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 
 
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
+_FUSED: Final = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +44,37 @@ class FsdpModel(ModelShape):
 
     Attributes:
         ffn_size: Columns of the feed-forward part, of all experts that a token goes to.
-        stored: Number of weights in the folder's files; 0 where there are none.
+        shapes: Of the tensors in the folder's files, by name; empty where there are none.
     """
 
     ffn_size: int
-    stored: int
+    shapes: Mapping[str, Sequence[int]]
 
     @property
     def num_parameters(self) -> int:
-        """Number of weights that are trained."""
-        return self.stored
+        """Number of weights in the folder's files."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def adapted(self, lora: LoraConfig) -> Mapping[str, Sequence[Sequence[int]]]:
+        """Returns the shapes of all matrices with an adapter, by their names in a layer.
+
+        Raises:
+            UnsupportedModelError: The model has none of a name.
+        """
+        found: dict[str, list[Sequence[int]]] = {}
+        for name, shape in self.shapes.items():
+            *rest, matrix, kind = ["", *name.split(".")]
+            if kind == "weight" and len(shape) == 2 and "experts" not in rest:
+                found.setdefault(matrix, []).append(shape)
+        fused = {name: parts for name, parts in _FUSED.items() if name in found}
+        names = adapted_names(lora.targets, fused, self.model_type)
+        if lacking := [name for name in names if self.shapes and name not in found]:
+            there = ",".join(name for name in names if name in found)
+            raise UnsupportedModelError(
+                f"policy.lora.targets has {', '.join(lacking)}, of which model type "
+                f"{self.model_type!r} has no matrix: set policy.lora.targets=[{there}]"
+            )
+        return {name: found.get(name, ()) for name in names}
 
 
 class FsdpDescription(BackendDescription):
@@ -57,6 +84,8 @@ class FsdpDescription(BackendDescription):
     capabilities: ClassVar[Capabilities] = Capabilities(
         parallel=frozenset({"data"}),
         dtypes=("float32", "bfloat16"),
+        lora=True,
+        critic=True,
         other_reference=True,
         recompute=True,
     )
@@ -111,7 +140,7 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
-            stored=sum(math.prod(shape) for each in files for shape in tensor_shapes(each)),
+            shapes=dict(chain.from_iterable(map(tensor_shapes, files))),
         )
 
     def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
@@ -130,6 +159,8 @@ class FsdpDescription(BackendDescription):
                 "policy.backend=fsdp has no policy.recompute=selective: set policy.recompute=full "
                 "or none"
             )
+        if policy.lora.rank:
+            yield from raised(partial(model.adapted, policy.lora))
 
     def reference_problems(self, model: FsdpModel, reference: FsdpModel) -> Iterator[str]:
         """See `BackendDescription.reference_problems`."""
@@ -137,7 +168,8 @@ class FsdpDescription(BackendDescription):
 
     def adapters(self, model: FsdpModel, lora: LoraConfig) -> tuple[Sequence[str], int]:
         """See `BackendDescription.adapters`."""
-        raise UnsupportedModelError("policy.backend=fsdp has no adapters")
+        adapted = model.adapted(lora)
+        return tuple(adapted), lora.rank * sum(map(sum, chain(*adapted.values())))
 
     def memory(
         self,
@@ -150,13 +182,20 @@ class FsdpDescription(BackendDescription):
     ) -> MemoryEstimate:
         """Returns an estimate of the usual blocks; see `BackendDescription.memory`.
 
-        A rank has its share of the float32 weights, their gradients and Adam's moments; one layer
-        is whole at a time. A layer keeps, per row, about 8 H + 5 F + 4 A numbers, or with
-        recomputation H, and one layer all of them. Of logits there are four float32 copies.
+        A rank has its share of the float32 weights, and of the gradients and Adam's moments of
+        those that are trained; one layer is whole at a time. A layer keeps, per row, about
+        8 H + 5 F + 4 A numbers, or with recomputation H, and one layer all of them. Of logits there
+        are four float32 copies.
         """
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
-        own = 4 * model.num_parameters // policy.parallel.data
-        other = other_reference or model
+        _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
+        own = 4 * (model.num_parameters + adapters) // policy.parallel.data
+        trained = 4 * adapters // policy.parallel.data if adapters else own
+        # New adapters are switched off for the reference, which needs no copy.
+        is_bare = other_reference is None and adapters and policy.lora.path is None
+        copied = 0 if is_bare else reference * trained
+        if other_reference is not None:
+            copied = reference * 4 * other_reference.num_parameters // policy.parallel.data
         heads = model.num_heads * model.head_dim
         layer = size * rows * (8 * model.hidden_size + 5 * model.ffn_size + 4 * heads)
         kept = model.num_layers * layer
@@ -168,16 +207,16 @@ class FsdpDescription(BackendDescription):
         logits = 16 * min(rows, policy.logits_chunk_tokens) * model.vocab_size
         return MemoryEstimate(
             weights=own,
-            gradients=own,
-            optimizer=2 * own,
-            reference=reference * 4 * other.num_parameters // policy.parallel.data,
+            gradients=trained,
+            optimizer=2 * trained,
+            reference=copied,
             activations=kept + whole + logits,
-            exchanged=own if reference and other_reference is None else 0,
+            exchanged=0 if other_reference else copied,
         )
 
     def critic_memory(self, model: FsdpModel, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
         """See `BackendDescription.critic_memory`."""
-        raise UnsupportedModelError("policy.backend=fsdp has no critic")
+        return self.memory(model, policy.model_copy(update={"lora": LoraConfig()}), rows=rows)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -21,7 +21,7 @@ _PACKED: Final = """
 PACKED: Final = tuple(_PACKED.split())
 """Sequences go through them packed end to end."""
 _IN_ROWS: Final = """
-    bailing_hybrid bamba biogpt bloom codegen falcon falcon_h1 falcon_mamba gpt_neo
+    bailing_hybrid bamba biogpt bloom codegen deepseek_v4 falcon falcon_h1 falcon_mamba gpt_neo
     gpt_neox_japanese gptj granitemoehybrid inkling_text jamba lfm2 lfm2_moe lfm3 mamba mamba2
     minimax mpt nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next
     recurrent_gemma stablelm xglm zaya
@@ -54,7 +54,7 @@ _REASONS: Final[Mapping[str, str]] = {
         blt
     """,
     "it is not compared with transformers yet": """
-        cohere_compass_text dbrx deepseek_v4 doge dots3_note_text gemma3n_text gemma4_assistant
+        cohere_compass_text dbrx doge dots3_note_text gemma3n_text gemma4_assistant
         gemma4_unified_assistant hy_v4 inkling2_text kimi_linear longcat_flash
         minimax_m3_vl_text moshi nemotron phimoe qwen4_exp_text reformer xlnet xlstm zamba
         zamba2

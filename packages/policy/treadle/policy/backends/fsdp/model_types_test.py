@@ -9,13 +9,14 @@ import pytest
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.backends.registry import choose
 from treadle.policy.testing.any_model import check_sharding, check_type, write_any
 
 PACKED: Final = (
     *("qwen2", "qwen3", "llama", "mistral", "gemma2", "gemma3_text", "qwen3_moe", "mixtral"),
     *("glm4_moe", "gpt_oss", "deepseek_v3", "minimax_m2"),
 )
-RECURRENT: Final = ("qwen3_next", "qwen3_5_text", "nemotron_h")
+RECURRENT: Final = ("qwen3_next", "qwen3_5_text", "nemotron_h", "deepseek_v4")
 
 
 @pytest.mark.parametrize("model_type", [*PACKED, *RECURRENT])
@@ -26,8 +27,18 @@ def test_a_family_is_computed_exactly(model_type: str, tmp_path: Path) -> None:
 
 def test_ranks_that_share_a_model_compute_what_one_does(tmp_path: Path) -> None:
     """Attention with sinks, latent attention, experts, gated delta nets and Mamba."""
-    types = ("deepseek_v3", "gpt_oss", "nemotron_h", "qwen3_next")
+    types = ("deepseek_v3", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_next")
     check_sharding("fsdp", types, tmp_path, 2)
+
+
+def test_a_model_has_the_backend_that_computes_it() -> None:
+    assert choose("qwen3", megatron_is_there=True) == ("megatron", "the first choice for 'qwen3'")
+    assert choose("qwen3", megatron_is_there=False) == ("fsdp", "megatron-core is not installed")
+    assert (
+        choose("qwen2_5_vl", megatron_is_there=False)[0] == "megatron"
+    )  # which says what is missing
+    backend, why = choose("qwen3_next", megatron_is_there=True)
+    assert (backend, why) == ("fsdp", "Megatron-core does not compute model type 'qwen3_next'")
 
 
 def test_another_type_is_refused_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -25,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention
 from treadle.policy.backends.logprobs import from_logits
+from treadle.policy.backends.ranks import device
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from treadle.policy.backends.fsdp.batches import MicroBatch
+    from treadle.policy.config.policy import PolicyConfig
 
 _LENGTHS = (7, 4)
 """Of the sequences that show how a model can be run: short, as each is run several times."""
@@ -44,7 +49,10 @@ class Net(nn.Module):
 
     Attributes:
         packs: Whether sequences may be end to end in one row.
+        lora_scaling: Factor of the adapters' output; 0 without adapters.
     """
+
+    lora_scaling = 0.0
 
     def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
         """Finds out how the model can be run, by running it on a few ids.
@@ -93,7 +101,7 @@ class Net(nn.Module):
             self.model.set_attn_implementation(before)
         return can
 
-    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Returns the [T] log-probabilities and entropies of the loss tokens, in nats."""
 
         def one(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
@@ -166,6 +174,50 @@ class Net(nn.Module):
                 checkpoint, use_reentrant=False, preserve_rng_state=False
             )
             layer.training = True  # of the layer itself: dropout is off, see `load`
+
+
+def spread(net: Net, config: PolicyConfig) -> Net:
+    """Keeps this rank's share of a model, which each rank has whole."""
+    if config.recompute == "full":
+        net.recompute()
+    half = config.dtype != "float32"
+    if dist.get_world_size() > 1 or half:
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
+        )
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        for layer in net.layers():
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(net, mesh=mesh, mp_policy=precision)
+    return net.to(device())
+
+
+class ValueNet(Net):
+    """The model with a value head in place of the output layer.
+
+    The head begins at 0, and so do all values: the first advantages are those without a critic.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+        """See `Net`.
+
+        Raises:
+            UnsupportedModelError: The model gives no hidden states.
+        """
+        super().__init__(model, chunk=chunk)
+        if not self._behind_decoder:
+            raise UnsupportedModelError(
+                f"model type {model.config.model_type!r} has no critic: its hidden states are not "
+                "what its output layer takes"
+            )
+        columns = self.model.get_output_embeddings().weight.shape[1]
+        self.value_weight = nn.Parameter(torch.zeros(columns))
+        self.model = self.model.base_model
+
+    def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, ...]:
+        """Returns the [T] values of the states before the loss tokens, float32."""
+        hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
+        return (hidden_TH.float() @ self.value_weight.float(),)
 
 
 class _Given(nn.Module):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from treadle.policy.backends.description import (
     ModelShape,
     UnsupportedModelError,
+    adapted_names,
     refuse_quantised,
 )
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
@@ -321,27 +322,8 @@ class Architecture(ModelShape):
         return sizes
 
     def adapted(self, targets: Sequence[str]) -> tuple[str, ...]:
-        """Returns the matrices of a layer that have an adapter, under the names of the files.
-
-        Args:
-            targets: `policy.lora.targets`. Where the files have several in one matrix, that matrix
-                has one adapter, as in PEFT.
-
-        Raises:
-            UnsupportedModelError: Only some of what is one matrix is to have an adapter.
-        """
-        names = list(targets)
-        for name, parts in self.blocks.fused.items():
-            chosen = [part for part in parts if part in names]
-            if chosen and len(chosen) < len(parts):
-                raise UnsupportedModelError(
-                    f"policy.lora.targets has {', '.join(chosen)}: files of {self.model_type} have "
-                    f"{', '.join(parts)} in one matrix, {name}; name all of them or none"
-                )
-            if chosen:
-                names[names.index(chosen[0])] = name
-                names = [other for other in names if other not in parts]
-        return tuple(names)
+        """See `adapted_names`."""
+        return adapted_names(targets, self.blocks.fused, self.model_type)
 
     def check_sharing(self, mode: SharePrefixes) -> None:
         """Raises `UnsupportedModelError` if prefixes are to be shared always, but cannot be."""

@@ -17,7 +17,6 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
-from treadle.policy.backends.hf_weights import WeightsReader
-from treadle.policy.backends.loss_batch import StatsCollector, to_compute
+from treadle.policy.backends.hf_weights import WeightsReader, write_together
+from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.megatron import checkpoint, device, parallel, pipeline, weights
 from treadle.policy.backends.megatron.architecture import Architecture
 from treadle.policy.backends.megatron.critic.backend import MegatronCritic
@@ -46,7 +44,7 @@ from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.megatron.vision.reader import ImageReader
 from treadle.policy.backends.megatron.vision.rows import ImagePacker
-from treadle.policy.backends.ranks import save_folder
+from treadle.policy.backends.ranks import save_folder, sum_over_ranks
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -61,6 +59,7 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backend import Frame
+    from treadle.policy.backends.adapter import CollectedAdapter
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
@@ -267,31 +266,18 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         keep_tokens: bool = False,
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
-        began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         computed = to_compute(sequences, loss)
         micro_batches = self._plan(sequences, of_tokens, computed, self._model)
-        packer = micro_batches.packer
-        collector = StatsCollector(
-            loss, packer, computed, keep_tokens=keep_tokens, speaks=self.world.speaks
-        )
+        packer, speaks = micro_batches.packer, self.world.speaks
+        of_batch = PolicyLoss(loss, packer, computed, keep_tokens=keep_tokens, speaks=speaks)
 
         def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            logprobs_T, entropy_T = self._head(self._model, micro, hidden, temperature)
-            inputs = micro.loss_inputs(logprobs_T, entropy_T)
-            output = loss(inputs)
-            collector.add(micro, micro.num_rows, inputs, output)
-            return (output.loss_T * micro.weights_T).sum()
+            return of_batch(micro, *self._head(self._model, micro, hidden, temperature))
 
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
-        collected = collector.reduce(len(micro_batches))
-        stats = collected.of_step(
-            sequences,
-            computed,
-            num_loss_tokens=packer.num_loss_tokens,
-            time_s=time.perf_counter() - began,
-        )
+        stats = of_batch.reduce(len(micro_batches))
         of_experts = load.metrics(
             self._model, self.architecture, replaying=self._config.moe.routing_replay
         )
@@ -299,12 +285,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
-        values = torch.from_numpy(values_M).to(device.device(), copy=True)
-        if not self.world.speaks:
-            values.zero_()
-        dist.all_reduce(values)
-        found: NDArray[np.float32] = values.cpu().numpy()
-        return found
+        return sum_over_ranks(values_M, speaks=self.world.speaks)
 
     def _head(
         self, model: PolicyModel, micro: MicroBatch, hidden_P1H: Tensor, temperature: float
@@ -342,24 +323,16 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
     def save_hf(self, folder: Path) -> None:
         """See `PolicyBackend.save_hf`."""
-        collected = self._adapter()
-        checkpoint.save_hf(
-            self.export_weights(),
-            self.weight_specs(),
-            folder,
-            like=self._model_path,
-            w=self.world,
-            beside=None if collected is None else collected.write_below,
-        )
+        everything = checkpoint.collect(self.export_weights(), self.weight_specs(), self.world)
+        write_together(everything, folder, like=self._model_path, adapter=self._adapter())
 
     def save_adapter(self, folder: Path) -> None:
         """See `PolicyBackend.save_adapter`."""
-        collected = self._adapter()
-        if collected is None:
+        if (collected := self._adapter()) is None:
             raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
         save_folder(collected.write, folder)
 
-    def _adapter(self) -> adapter.CollectedAdapter | None:
+    def _adapter(self) -> CollectedAdapter | None:
         """Returns the adapter, whole on rank 0, None without LoRA; collective."""
         if not self._config.lora.rank:
             return None

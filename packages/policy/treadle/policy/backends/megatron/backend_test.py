@@ -87,6 +87,16 @@ class TestMegatronPolicy(PolicyContract):
     backend: ClassVar[BackendName] = "megatron"
     models: ClassVar[Mapping[str, tuple[str, Mapping[str, Any]]]] = CASES
     adapted: ClassVar[Sequence[str]] = ("phi3", "glm4", "gemma2", "gemma3_text")
+    lora_layouts: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = (
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"tensor": 2, "sequence": True}, {"data": 2}),
+        ({"context": 2},),
+    )
+    critic_layouts: ClassVar[Sequence[Sequence[Mapping[str, Any]]]] = (
+        ({"tensor": 2}, {"pipeline": 2}),
+        ({"data": 2}, {"tensor": 2, "sequence": True}),
+        ({"context": 2},),
+    )
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {
         "tensor x data": ({"tensor": 2, "data": 2}, 0),
@@ -97,6 +107,10 @@ class TestMegatronPolicy(PolicyContract):
         ({"context": 2, "data": 2}, 0),
         ({"tensor": 2}, 2),
     )
+
+    def value_head(self, critic: Any) -> torch.Tensor:
+        head: torch.Tensor = critic._model.value_weight
+        return head
 
     def check_model(self, policy: PolicyBackend, reference: Any) -> None:
         assert isinstance(policy, MegatronPolicy)

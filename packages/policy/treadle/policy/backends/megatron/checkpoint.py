@@ -19,7 +19,7 @@ forks, which a process that also speaks gRPC must not do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,10 +32,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from treadle.policy.backend import CheckpointError
-from treadle.policy.backends.hf_weights import write_folder
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.lora.linears import is_adapter
-from treadle.policy.backends.ranks import explain, together, write_directory
+from treadle.policy.backends.ranks import check_identity, explain, write_directory
 from treadle.policy.client.types import NamedTensor, TensorSpec
 
 device.install()
@@ -202,15 +201,7 @@ def load(state: PolicyState, directory: Path) -> int:
     if not (directory / "metadata.json").is_file():
         raise CheckpointError(f"{directory} holds no complete checkpoint")
     common = _load_common(directory)
-    written: Mapping[str, Any] = common["architecture"]
-    different = {
-        name: (written.get(name), state.identity.get(name))
-        for name in {**state.identity, **written}
-        if written.get(name) != state.identity.get(name)
-    }
-    if different:
-        listed = ", ".join(f"{n} is {was}, not {now}" for n, (was, now) in different.items())
-        raise CheckpointError(f"the checkpoint in {directory} is of another model: {listed}")
+    check_identity(directory, common["architecture"], state.identity)
     try:
         loaded = dist_checkpointing.load(state.sharded(loading=True), str(directory))
     except (CheckpointException, CheckpointingException) as error:
@@ -229,37 +220,6 @@ def _load_common(directory: Path) -> dict[str, Any]:
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
     return common
-
-
-def save_hf(
-    mine: Iterator[NamedTensor],
-    specs: Sequence[TensorSpec],
-    folder: Path,
-    *,
-    like: Path,
-    w: World,
-    beside: Callable[[Path], None] | None = None,
-) -> None:
-    """Writes all stages' tensors as one Hugging Face folder, by rank 0; collective.
-
-    Args:
-        mine: The tensors of this rank's stage.
-        folder: Where to write; must not exist.
-        beside: Writes more files into the folder that it is given.
-
-    Raises:
-        CheckpointError: It could not be written; on every rank.
-    """
-    everything = collect(mine, specs, w)
-
-    def write() -> None:
-        write_folder(everything, folder, like=like, beside=beside)
-
-    def drain() -> None:
-        for _ in everything:  # take part to the end, so that no other rank waits for us
-            pass
-
-    together(write if w.rank == 0 else None, folder, meanwhile=drain)
 
 
 def collect(

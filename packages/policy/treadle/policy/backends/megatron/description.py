@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ from treadle.policy.backends.description import (
     BackendLibrary,
     Capabilities,
     MemoryEstimate,
-    UnsupportedModelError,
+    raised,
 )
 from treadle.policy.backends.megatron import VERSION, VERSIONS
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
@@ -56,21 +56,21 @@ class MegatronDescription(BackendDescription):
         """See `BackendDescription.split_problems`."""
         for tensor, pipeline in ((parallel.tensor, 1), (1, parallel.pipeline)):
             check = partial(model.check_parallel, tensor=tensor, pipeline=pipeline)
-            for problem in _raised(check):
+            for problem in raised(check):
                 yield f"{problem}: take a size that does"
-        yield from _raised(partial(model.check_context, parallel.context))
+        yield from raised(partial(model.check_context, parallel.context))
         yield from split_problems(model.experts, parallel)
 
     def training_problems(self, model: Architecture, policy: PolicyConfig) -> Iterator[str]:
         """See `BackendDescription.training_problems`."""
         yield from training_problems(model, policy)
-        yield from _raised(partial(model.check_sharing, policy.share_prefixes))
+        yield from raised(partial(model.check_sharing, policy.share_prefixes))
         if policy.lora.rank:
-            yield from _raised(partial(model.adapted, policy.lora.targets))
+            yield from raised(partial(model.adapted, policy.lora.targets))
 
     def reference_problems(self, model: Architecture, reference: Architecture) -> Iterator[str]:
         """See `BackendDescription.reference_problems`."""
-        return _raised(partial(model.check_reference, reference))
+        return raised(partial(model.check_reference, reference))
 
     def adapters(self, model: Architecture, lora: LoraConfig) -> tuple[Sequence[str], int]:
         """See `BackendDescription.adapters`."""
@@ -99,11 +99,3 @@ class MegatronDescription(BackendDescription):
         # It trains all weights, and has no output layer: as many as a tied model.
         whole = policy.model_copy(update={"lora": LoraConfig()})
         return estimate_memory(replace(model, tied=True), whole, rows=rows)
-
-
-def _raised(check: Callable[[], object]) -> Iterator[str]:
-    """Yields the message of a check that raises `UnsupportedModelError`."""
-    try:
-        check()
-    except UnsupportedModelError as error:
-        yield str(error)

@@ -112,7 +112,7 @@ class Packer(LossBatch):
 
     def num_rows(self, indices: Sequence[int], overlaps: Sequence[int] | None = None) -> int:
         """Returns the rows of `micro_batch` for these arguments, without padding."""
-        return sum(input_length(self._sequences[i]) for i in indices) - sum(overlaps or ())
+        return sum(input_length(self.sequences[i]) for i in indices) - sum(overlaps or ())
 
     def micro_batch(
         self, indices: Sequence[int], overlaps: Sequence[int] | None = None
@@ -128,7 +128,7 @@ class Packer(LossBatch):
         Raises:
             RuntimeError: Another data-parallel group has the values of a sequence.
         """
-        chosen = [(self._sequences[i], self._positions[i]) for i in indices]
+        chosen = [(self.sequences[i], self._positions[i]) for i in indices]
         loss_tokens = self.loss_tokens(indices)
         lengths = [input_length(sequence) for sequence, _ in chosen]
         skipped = [0] * len(lengths) if overlaps is None else overlaps
@@ -231,7 +231,7 @@ class Packer(LossBatch):
     def prefetch(self, indices: Sequence[int]) -> None:
         """Starts to decode the images of a later micro-batch."""
         if self._images is not None:
-            self._images.prefetch([self._sequences[i] for i in indices])
+            self._images.prefetch([self.sequences[i] for i in indices])
 
     def _replayed(
         self,

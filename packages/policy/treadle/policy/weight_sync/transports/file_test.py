@@ -7,9 +7,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from treadle.policy.testing.weights_only import Weights
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.payload import tensor_bytes
-from treadle.policy.weight_sync.testing import Weights
 from treadle.policy.weight_sync.transports.file import write_files
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from treadle.policy.client.types import ElementType, NamedTensor
+from treadle.policy.testing.weights_only import FakeServer, Serve, Weights
 from treadle.policy.v1 import weights_service_pb2 as weights_pb
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.payload import tensor_bytes, tensor_spec_to_proto
-from treadle.policy.weight_sync.testing import FakeServer, Serve, Weights
 from treadle.policy.weight_sync.transports.shared_memory import Segment, Slots, _Filler
 from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 

@@ -87,7 +87,7 @@ class EngineCore:
         self.weight_version = 0
         self.counters = EngineCounters()
         self._model = model
-        self._kv = KvCache(model.kv_shape(max_rows=max_num_seqs))
+        self._kv = model.new_cache(max_rows=max_num_seqs)
         self._prefixes: PrefixCache[Sequence | _Retained] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
             max_rows=max_num_seqs, max_step_tokens=max(_STEP_TOKENS, max_num_seqs)
@@ -276,6 +276,7 @@ class EngineCore:
             assert holder.row is not None
             self._kv.copy_row(holder.row, sequence.row, cached)
         elif cached and isinstance(holder, _Retained):
+            assert isinstance(self._kv, KvCache)
             self._kv.restore(sequence.row, holder.kv, cached)
         if cached and holder is not None:
             sequence.routed_experts += holder.routed_experts[: cached * self._model.row_bytes]
@@ -311,16 +312,10 @@ class EngineCore:
                 sampling.append(sequence)
                 wanted.append(len(ids) - 1)
         self._kv.reserve(len(spans), max(span.stop for span in spans))
-        layout = StepLayout.build(
-            self._kv,
-            spans,
-            queries_per_head=self._model.queries_per_head,
-            shared=self._shared_tokens([sequence for sequence, _ in work]),
-        )
-        vision_inputs = None
-        if any(sequence.images for sequence, _ in work):
-            vision_inputs = self._vision_inputs([sequence for sequence, _ in work], spans)
-        logits_BV = self._model.forward(ids, layout, wanted + scored_rows, vision_inputs)
+        if isinstance(self._kv, KvCache):
+            logits_BV = self._run(ids, work, spans, wanted + scored_rows, self._kv)
+        else:
+            logits_BV = self._model.forward_rows(ids, spans, wanted + scored_rows, self._kv)
         reports = self._reports(scored, logits_BV[len(wanted) :])
         if routed := self._model.take_routed_experts():
             first = 0
@@ -329,6 +324,27 @@ class EngineCore:
                 sequence.routed_experts += routed[first:last]
                 first = last
         return logits_BV[: len(wanted)], sampling, reports
+
+    def _run(
+        self,
+        ids: list[int],
+        work: list[ScheduledIds],
+        spans: list[RowSpan],
+        wanted: list[int],
+        kv: KvCache,
+    ) -> torch.Tensor:
+        """Runs the model on one flat row; returns the wanted logits."""
+        sequences = [sequence for sequence, _ in work]
+        layout = StepLayout.build(
+            kv,
+            spans,
+            queries_per_head=self._model.queries_per_head,
+            shared=self._shared_tokens(sequences),
+        )
+        vision_inputs = None
+        if any(sequence.images for sequence in sequences):
+            vision_inputs = self._vision_inputs(sequences, spans)
+        return self._model.forward(ids, layout, wanted, vision_inputs)
 
     def _reports(
         self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor
@@ -389,7 +405,7 @@ class EngineCore:
         if not sequence.num_sampled:
             sequence.prefill_s = self._clock() - sequence.started_at
             self._scheduler.prefill_done(sequence)
-            if sequence.epoch == self._epoch:
+            if sequence.epoch == self._epoch and self._kv.shares_prefixes:
                 self._prefixes.add_live(sequence.prompt_key, sequence)
         sequence.ids.append(token_id)
         sequence.unsent_ids.append(token_id)
@@ -416,8 +432,8 @@ class EngineCore:
         self._batch = None
         self._prefixes.remove_live(sequence.prompt_key, sequence)
         cached = sequence.num_cached
-        num_bytes = cached * (self._kv.shape.bytes_per_token + self._model.row_bytes)
-        if cached and sequence.epoch == self._epoch:
+        if cached and sequence.epoch == self._epoch and isinstance(self._kv, KvCache):
+            num_bytes = cached * (self._kv.shape.bytes_per_token + self._model.row_bytes)
             key = sequence.prefix_key(cached)
             if self._prefixes.wants(key, num_bytes):
                 kv = self._kv.snapshot(sequence.row, cached)

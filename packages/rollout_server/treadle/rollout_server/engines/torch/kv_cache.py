@@ -36,6 +36,8 @@ class KvCacheShape:
 class KvCache:
     """Rows of keys and values; memory grows as needed, up to the maximum."""
 
+    shares_prefixes = True
+
     def __init__(self, shape: KvCacheShape) -> None:
         self.shape = shape
         self._buffer_L2RHND = self._allocate(0, 0)

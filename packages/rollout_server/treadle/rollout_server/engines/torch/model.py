@@ -3,19 +3,20 @@
 Invariant: the names and shapes of tensors are checked before `write`, so `write` cannot fail
 and an update replaces either all weights or none.
 
-Supported are the decoders of `_TEXT_TYPES`, with full or sliding attention by layer, and
-Qwen2.5-VL and Qwen3-VL for text and images with full attention, each with a rotary embedding that
-does not depend on the sequence length. Anything else is rejected at load.
+The decoders of `_TEXT_TYPES`, with full or sliding attention by layer, and Qwen2.5-VL and Qwen3-VL
+for text and images run in one flat row over our KV cache. Any other decoder runs row by row, with
+the caches of transformers, if reading its ids in parts gives what reading them at once does. A
+rotary embedding that depends on the sequence length is rejected at load.
 
 Parameters have their names and shapes in published checkpoints. For Qwen2.5-VL they differ from
-the module names: ``visual.blocks.0...`` and ``model.layers.0...``. For Qwen3-MoE a module has one
-tensor for all experts, of which each matrix of a checkpoint (``mlp.experts.0.gate_proj.weight``)
-is a part.
+the module names: ``visual.blocks.0...`` and ``model.layers.0...``. For a model with experts a
+module has one tensor for all of them, of which each matrix of a checkpoint
+(``mlp.experts.0.gate_proj.weight``) is a part.
 
 Everything here runs on the compute thread; nothing waits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,21 +28,24 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.images.reader import ImageDecoder, PlacedImage
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
+    RowSpan,
     StepLayout,
     cached_attention,
 )
-from treadle.rollout_server.engines.torch.kv_cache import KvCacheShape
+from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
+from treadle.rollout_server.engines.torch.row_caches import RowCaches, check, stored_views
 from treadle.rollout_server.engines.torch.vision import ImageEncoder, VisionInputs
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
-# Those that the policy trains (docs/models.md).
+# Those that the Megatron backend of the policy trains (docs/models.md).
 _TEXT_TYPES = (
     "llama",
     "mistral",
@@ -116,9 +120,7 @@ class CachedModel:
             source.path,
             config=config,
             dtype=self.dtype,
-            attn_implementation={"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
-            if takes_images
-            else IMPLEMENTATION,
+            attn_implementation=_attention(config.model_type),
             local_files_only=True,
             use_safetensors=True,
             output_loading_info=True,
@@ -132,7 +134,10 @@ class CachedModel:
         if scales := [name for name in report["unexpected_keys"] if "scale" in name]:
             raise ValueError(_quantised(source.path, f"it has {min(scales)}"))
         self._model.requires_grad_(False).train(False).to(self.device)
-        self._renamed = _PUBLISHED.get(config.model_type, ())
+        self._is_flat = config.model_type in _MODEL_TYPES
+        if not self._is_flat:
+            check(self._model, config.model_type)
+        self._renamed = _PUBLISHED.get(config.model_type, ()) if takes_images else None
         self._parameters = self._published_parameters()
         self.images: ImageDecoder | None = None
         if takes_images:
@@ -146,6 +151,8 @@ class CachedModel:
             self._tower = ImageEncoder(tower, self.images.processor, self.device)
         self.row_bytes = self.info.routed_row_bytes
         self._routed: list[torch.Tensor] = []
+        if not self._is_flat:
+            return
         routers = [m for m in self._model.modules() if type(m).__name__.endswith("TopKRouter")]
         assert len(routers) == self.info.num_moe_layers, f"{len(routers)} routers"
         for router in routers:
@@ -169,6 +176,12 @@ class CachedModel:
             )
             for name, parameter in self._parameters.items()
         )
+
+    def new_cache(self, *, max_rows: int) -> KvCache | RowCaches:
+        """Returns an empty cache for this model."""
+        if not self._is_flat:
+            return RowCaches()
+        return KvCache(self.kv_shape(max_rows=max_rows))
 
     def kv_shape(self, *, max_rows: int) -> KvCacheShape:
         """Returns the shape of a KV cache for this model."""
@@ -220,6 +233,12 @@ class CachedModel:
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float()
+
+    def forward_rows(
+        self, ids: Sequence[int], spans: Sequence[RowSpan], wanted: Sequence[int], caches: RowCaches
+    ) -> torch.Tensor:
+        """Runs a step of a model that is not flat; see `RowCaches.forward`."""
+        return caches.forward(self._model, ids, spans, wanted)
 
     def _forward_with_images(
         self,
@@ -283,11 +302,17 @@ class CachedModel:
 
     def _published_parameters(self) -> dict[str, torch.Tensor]:
         """Returns each tensor of a checkpoint, as the parameter or a contiguous part of it."""
-        return {
-            _published(part, self._renamed): tensor
-            for name, parameter in self._model.named_parameters()
-            for part, tensor in _matrices(name, parameter)
-        }
+        if self._renamed is None:
+            return stored_views(self._model)
+        named = self._model.named_parameters()
+        return {_published(name, self._renamed): parameter for name, parameter in named}
+
+
+def _attention(model_type: str) -> Any:
+    """Returns which attention transformers is to use; None: its own."""
+    if model_type in _VISION_TYPES:
+        return {"text_config": IMPLEMENTATION, "vision_config": "sdpa"}
+    return IMPLEMENTATION if model_type in _TEXT_TYPES else None
 
 
 def _resolve_device(name: str) -> torch.device:
@@ -299,21 +324,6 @@ def _resolve_device(name: str) -> torch.device:
             "model.device to auto or cpu, or install the CUDA build of torch on a GPU machine"
         )
     return torch.device(name)
-
-
-def _matrices(name: str, parameter: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that a checkpoint has for a parameter: those of each expert, or itself."""
-    experts, _, fused = name.rpartition(".")
-    if fused not in ("gate_up_proj", "down_proj") or not experts.endswith(".experts"):
-        yield name, parameter
-        return
-    for number, matrix in enumerate(parameter.data):
-        if fused == "down_proj":
-            yield f"{experts}.{number}.down_proj.weight", matrix
-        else:
-            gate, up = matrix.chunk(2)
-            yield f"{experts}.{number}.gate_proj.weight", gate
-            yield f"{experts}.{number}.up_proj.weight", up
 
 
 def _stack_features(tower: torch.nn.Module, args: object, output: Any) -> None:
@@ -338,13 +348,15 @@ def _quantised(path: Path, why: str) -> str:
 
 
 def _check_supported(model_type: str, config: Any) -> None:
-    if model_type not in _MODEL_TYPES:
+    if model_type not in _MODEL_TYPES and model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise ValueError(
-            f"model type {model_type!r} is not supported by the torch engine, which runs "
-            f"{', '.join(_MODEL_TYPES)}: use the vllm or sglang engine"
+            f"model type {model_type!r} is not supported by the torch engine, which runs decoders "
+            f"of text and {', '.join(_VISION_TYPES)}: use the vllm or sglang engine"
         )
     attention = {"full_attention", *(("sliding_attention",) if model_type in _TEXT_TYPES else ())}
-    if kinds := set(getattr(config, "layer_types", None) or ()) - attention:
+    if model_type in _MODEL_TYPES and (
+        kinds := set(getattr(config, "layer_types", None) or ()) - attention
+    ):
         raise ValueError(
             f"the model has {', '.join(sorted(kinds))} layers, but the torch engine supports "
             f"{' and '.join(sorted(attention))} only: use the vllm or sglang engine"

@@ -19,7 +19,7 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
 @pytest.mark.parametrize(
     ("architecture", "changes", "message"),
     [
-        ("llama", {"model_type": "olmo2"}, "'olmo2' is not supported.*llama, mistral, qwen2"),
+        ("llama", {"model_type": "t5"}, "'t5' is not supported.*decoders of text"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 2}, "has chunked_attention layers"),
         ("gemma2", {"use_bidirectional_attention": True}, "does not sample token by token"),
         (

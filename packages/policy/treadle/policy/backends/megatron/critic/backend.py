@@ -14,24 +14,22 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from treadle.policy.algorithms.value_loss import value_loss
 from treadle.policy.backend import step_stats
 from treadle.policy.backends.hf_weights import WeightsReader
-from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
+from treadle.policy.backends.loss_batch import ValueLoss
+from treadle.policy.backends.megatron import checkpoint, pipeline, weights
 from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
 from treadle.policy.backends.megatron.offload import offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.trained import TrainedModel
-from treadle.policy.client.batch import input_length, token_weights
-from treadle.policy.client.types import LossAggregation, LossStats, StepStats
+from treadle.policy.client.batch import token_weights
+from treadle.policy.client.types import LossAggregation, StepStats
 from treadle.policy.config.policy import LoraConfig
 
 if TYPE_CHECKING:
@@ -43,8 +41,6 @@ if TYPE_CHECKING:
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
-
-_METRICS: Final = ("critic/vf_clipfrac", "critic/vpred_mean")
 
 
 class MegatronCritic(TrainedModel):
@@ -114,48 +110,15 @@ class MegatronCritic(TrainedModel):
         """
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        old_M = _at_slots(sequences, "values")
-        returns_M = _at_slots(sequences, "returns")
         computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
         micro_batches = self._plan(sequences, of_tokens, computed)
-        packer = micro_batches.packer
-        sums = torch.zeros(2 + len(_METRICS), dtype=torch.float64, device=device.device())
-
-        def weighted(micro: MicroBatch, hidden: Tensor) -> Tensor:
-            values_T = self._values(micro, hidden)
-            loss_T, clipped_T = value_loss(
-                values_T,
-                old_M[micro.slots_T],
-                returns_M[micro.slots_T],
-                clip=self._config.clip_value,
-            )
-            weighted_T = loss_T * micro.weights_T
-            if self.world.speaks:
-                rows = torch.tensor(micro.num_rows, device=sums.device)
-                parts = (rows, weighted_T.detach(), clipped_T, values_T.detach())
-                sums.add_(torch.stack([part.sum(dtype=torch.float64) for part in parts]))
-            return weighted_T.sum()
-
-        self.accumulate(micro_batches, weighted)
-        applied = self.optimizer_step()
-        count = torch.tensor(len(micro_batches), device=sums.device)
-        dist.all_reduce(count, dist.ReduceOp.MAX)
-        dist.all_reduce(sums)
-        rows, loss, *totals = sums.tolist()
-        stats = LossStats(
-            loss=loss,
-            num_sequences=len(sequences),
-            num_computed=len(computed),
-            num_tokens=sum(input_length(sequences[i]) for i in computed),
-            num_rows=int(rows),
-            num_loss_tokens=packer.num_loss_tokens,
-            num_micro_batches=int(count),
-            time_s=0.0,
-            metrics={
-                name: total / packer.num_loss_tokens
-                for name, total in zip(_METRICS, totals, strict=True)
-            },
+        packer, speaks = micro_batches.packer, self.world.speaks
+        loss = ValueLoss(packer, computed, clip=self._config.clip_value, speaks=speaks)
+        self.accumulate(
+            micro_batches, lambda micro, hidden: loss(micro, self._values(micro, hidden))
         )
+        applied = self.optimizer_step()
+        stats = loss.reduce(len(micro_batches))
         return step_stats(stats, applied, time_s=time.perf_counter() - began)
 
     def _plan(
@@ -176,16 +139,3 @@ class MegatronCritic(TrainedModel):
     def _state(self) -> checkpoint.PolicyState:
         self._offload.restore("parameters", "optimizer")
         return checkpoint.PolicyState(self._model, self._optimizer, self._architecture)
-
-
-def _at_slots(sequences: Sequence[TrainSequence], name: str) -> Tensor:
-    """Returns [M] numbers of all loss tokens, in the order of the packer's slots.
-
-    Raises:
-        ValueError: A sequence does not carry them.
-    """
-    carried = [getattr(sequence, name) for sequence in sequences]
-    if (lacking := sum(numbers is None for numbers in carried)) > 0:
-        raise ValueError(f"{lacking} of {len(sequences)} sequences have no {name}")
-    numbers = np.concatenate([sequence.at_loss_tokens(name) for sequence in sequences])
-    return torch.from_numpy(numbers).to(device.device())

@@ -64,6 +64,19 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_WINDOW, "head_dim": 8, "sliding_window_pattern": 2},
 }
 TEXT_TYPES = ("llama", *_SETTINGS)
+_IN_ROWS: dict[str, dict[str, Any]] = {
+    "qwen3_next": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        **dict.fromkeys(("linear_num_value_heads", "linear_num_key_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 16),
+    },
+    "bert": {},
+}
+"""Models that the engine would run row by row; an encoder is refused."""
 
 ModelDir = Callable[..., Path]
 
@@ -84,7 +97,11 @@ def named_tensors(path: Path, **changes: torch.Tensor | None) -> list[NamedTenso
 def write_model(directory: Path, architecture: str, seed: int) -> None:
     """Writes a tiny model with random weights."""
     torch.manual_seed(seed)
-    settings = {"tie_word_embeddings": False, **_SIZES, **_SETTINGS.get(architecture, {})}
+    settings = {
+        "tie_word_embeddings": False,
+        **_SIZES,
+        **{**_SETTINGS, **_IN_ROWS}.get(architecture, {}),
+    }
     model = _MODELS.from_config(CONFIG_MAPPING[architecture](**settings))
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):  # Zero by default, which would hide a missing bias.

@@ -1,0 +1,64 @@
+"""The FSDP critic: values of sampled sequences, and the steps that teach them.
+
+It lives on the policy's ranks, in their process group, and is sharded as the policy is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from treadle.policy.backend import CriticBackend, step_stats
+from treadle.policy.backends.fsdp.batches import Batch
+from treadle.policy.backends.fsdp.net import ValueNet, load, spread
+from treadle.policy.backends.fsdp.optimizer import Optimizer
+from treadle.policy.backends.fsdp.trained import TrainedNet
+from treadle.policy.backends.loss_batch import ValueLoss
+from treadle.policy.backends.ranks import device
+from treadle.policy.client.batch import token_weights
+
+if TYPE_CHECKING:
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.client.types import LossAggregation, StepStats, TrainSequence
+    from treadle.policy.config.critic import CriticConfig
+    from treadle.policy.config.policy import PolicyConfig
+
+
+class FsdpCritic(TrainedNet, CriticBackend):
+    """The critic on one rank, beside the policy."""
+
+    def __init__(self, config: CriticConfig, like: PolicyConfig, model_path: Path) -> None:
+        """Loads the decoder's weights, all of which are trained; the value head begins at 0.
+
+        Args:
+            like: The policy's settings, of which it takes precision and memory.
+
+        Raises:
+            UnsupportedModelError: The model gives no hidden states.
+        """
+        self._clip, self._config, self._settings = config.clip_value, like, config.optimizer
+        self._net = spread(ValueNet(load(model_path), chunk=like.logits_chunk_tokens), like)
+        self._optimizer = Optimizer(self._net, config.optimizer)
+
+    def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
+        """See `CriticBackend.values`."""
+        return self.evaluate(self._net, sequences)
+
+    def train_step(
+        self,
+        sequences: Sequence[TrainSequence],
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+    ) -> StepStats:
+        """See `CriticBackend.train_step`."""
+        began = time.perf_counter()
+        of_tokens = token_weights(sequences, aggregation, aggregation_length)
+        batch = Batch(sequences, of_tokens, at=device(), packs=self._net.packs)
+        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        loss = ValueLoss(batch, computed, clip=self._clip)
+        count = self.accumulate(batch, computed, loss)
+        applied = self.optimizer_step()
+        return step_stats(loss.reduce(count), applied, time_s=time.perf_counter() - began)
