@@ -8,6 +8,7 @@ rendezvous.
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -155,6 +156,9 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         ValueError: The rendezvous is for another number of ranks than `parallel` makes.
         RuntimeError: A world is already up in this process.
     """
+    # Groups of a world that ended are in reference cycles of its model. Each has threads of gloo,
+    # which wake for every connection that ends: hundreds, where a process has had many worlds.
+    gc.collect()
     join(parallel, rendezvous)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
