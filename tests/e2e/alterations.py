@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -217,22 +217,23 @@ def _alter(run: Path, kind: str, draw: random.Random, *, rewritten: bool) -> str
 
 
 @asynccontextmanager
-async def _one_policy() -> AsyncIterator[Callable[..., Any]]:
-    """Yields what stands for `replay._policy`: the same rank, each time as it began."""
-    make = replay._policy
-    async with AsyncExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        started: list[PolicyGroup] = []
+async def _one_policy(run: Path) -> AsyncIterator[Callable[..., Any]]:
+    """Yields what stands for `replay._policy`: the rank of a run, each time as it began."""
+    config = load_config([run / CONFIG], []).config
+    with tempfile.TemporaryDirectory() as folder:
+        begin = str(Path(folder) / "begin")
+        async with replay._policy(config, Path(folder) / "logs") as group:
+            await group.call(SaveRequest(directory=begin))
 
-        @asynccontextmanager
-        async def policy(config: Any, logs: Path) -> AsyncIterator[PolicyGroup]:
-            if not started:
-                started.append(await stack.enter_async_context(make(config, folder / "logs")))
-                await started[0].call(SaveRequest(directory=str(folder / "begin")))
-            await started[0].call(LoadRequest(directory=str(folder / "begin")))
-            yield started[0]
+            @asynccontextmanager
+            async def policy(*_: object) -> AsyncIterator[PolicyGroup]:
+                try:
+                    await group.call(LoadRequest(directory=begin))
+                except Exception as error:
+                    raise SystemExit(f"the alteration before ended the rank: {error}") from None
+                yield group
 
-        yield policy
+            yield policy
 
 
 async def _replayed(run: Path) -> list[str]:
@@ -252,7 +253,7 @@ async def _replayed(run: Path) -> list[str]:
 async def _alter_often(run: Path, seed: int, numbers: Sequence[int]) -> None:
     counts: Counter[tuple[str, str, str]] = Counter()
     copy = run.with_name("altered")
-    async with _one_policy() as policy:
+    async with _one_policy(run) as policy:
         with mock.patch.object(replay, "_policy", policy):
             assert not problems_of(run) and not await _replayed(run)
             for number in numbers:

@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -502,7 +502,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.write("soak", str(directory), seed=arguments.seed, minutes=arguments.minutes)
     at_most = arguments.at_most
     try:
-        with nullcontext() if arguments.kills else _disk(directory.resolve(), log) as disk:
+        disks: AbstractContextManager[Disk | None] = nullcontext()
+        if not arguments.kills:
+            disks = _disk(directory.resolve(), log)
+        with disks as disk:
             Soak(
                 directory.resolve(),
                 log,

@@ -81,8 +81,8 @@ def services(log: Path, environment: Mapping[str, str]) -> Iterator[Mapping[str,
         if why_no_user_namespaces() is None:
             ready = log.with_name("sandbox.ready")
             sandbox = start(
-                *("treadle.tools.sandbox", "--port", "0", "--parent_pid", str(os.getpid())),
-                *("--places", "2", "--packages", "", "--ready_file", str(ready)),
+                *("treadle.tools.sandbox", "--port", "0", "--places", "2"),
+                *("--packages", "", "--ready_file", str(ready)),
             )
             end = time.monotonic() + _START_S
             while not ready.exists():

@@ -4,7 +4,7 @@ Invariant: exit code 0 after a graceful end, 1 with one line that says why it ca
 wrong arguments. It listens on 127.0.0.1 unless told otherwise, and only after a program has run.
 The ready file exists exactly while it serves.
 
-Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process if one was named.
+Who waits: the main task, for SIGTERM or SIGINT.
 """
 
 from __future__ import annotations
@@ -88,7 +88,6 @@ def _parser() -> argparse.ArgumentParser:
         kind = float if field.name.endswith("_s") else int
         parser.add_argument(f"--{field.name}", type=kind, default=field.default, help=" ")
     parser.add_argument("--ready_file", type=Path, help="gets the address while it serves")
-    parser.add_argument("--parent_pid", type=int, help="end when this process does")
     return parser
 
 
@@ -123,7 +122,7 @@ async def _serve(sandbox: LocalSandbox, arguments: argparse.Namespace) -> None:
             loop = asyncio.get_running_loop()
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, server.end)
-            with _ready_file(arguments.ready_file, url), _watching(arguments.parent_pid, server):
+            with _ready_file(arguments.ready_file, url):
                 _log.info("ready: %s/run_code, %s", url, sandbox.stats())
                 await server.serve(sockets=[listener])
 
@@ -160,24 +159,3 @@ def _ready_file(path: Path | None, url: str) -> Iterator[None]:
         yield
     finally:
         path.unlink(missing_ok=True)
-
-
-@contextmanager
-def _watching(pid: int | None, server: _Server) -> Iterator[None]:
-    """Ends the server with its parent."""
-    if pid is None:
-        yield
-        return
-    loop = asyncio.get_running_loop()
-    descriptor = os.pidfd_open(pid)
-
-    def end() -> None:
-        loop.remove_reader(descriptor)
-        server.end()
-
-    loop.add_reader(descriptor, end)
-    try:
-        yield
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)

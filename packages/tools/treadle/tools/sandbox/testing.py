@@ -15,6 +15,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from treadle.tracing.child_process import supervised
+
 _NAMESPACES = Path("/proc/self/ns/user")
 _MOST = Path("/proc/sys/user/max_user_namespaces")
 _DEBIAN = Path("/proc/sys/kernel/unprivileged_userns_clone")
@@ -51,16 +53,16 @@ async def server_process(*arguments: str) -> AsyncIterator[tuple[str, asyncio.su
     """Runs `python -m treadle.tools.sandbox` on a free port for as long as the block lasts.
 
     Yields:
-        The address of its `/run_code`, and the process.
+        The address of its `/run_code`, and the process of its supervisor.
 
     Raises:
         RuntimeError: It ended before it served; the message is what it wrote.
     """
     with tempfile.TemporaryDirectory() as directory:
         ready = Path(directory) / "ready.json"
+        command = (sys.executable, "-m", "treadle.tools.sandbox", "--port", "0")
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "treadle.tools.sandbox", "--port", "0"),
-            *("--ready_file", str(ready), "--parent_pid", str(os.getpid()), *arguments),
+            *supervised([*command, "--ready_file", str(ready), *arguments]),
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
