@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from treadle.conformance.run import Check, ContractOutcome
+from treadle.conformance.run import CheckResult, ContractOutcome
 from treadle.rollout.v1 import server_service_pb2 as srv
 
 _WIDTH = 118
@@ -28,12 +28,12 @@ def heading(address: str, server: srv.GetServerInfoResponse) -> str:
     )
 
 
-def table(checks: Sequence[Check]) -> str:
+def table(checks: Sequence[CheckResult]) -> str:
     """Returns one line per check, grouped by part, with details below it, and the totals."""
     return "\n".join(_lines(checks)) + "\n"
 
 
-def _lines(checks: Sequence[Check]) -> Iterator[str]:
+def _lines(checks: Sequence[CheckResult]) -> Iterator[str]:
     part = None
     for check in checks:
         if check.part != part:
@@ -51,7 +51,7 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
     )
 
 
-def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[Check]) -> str:
+def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[CheckResult]) -> str:
     """Returns the same as one JSON object."""
     counts = Counter(check.outcome for check in checks)
     found = {

@@ -46,7 +46,7 @@ class ContractOutcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
+class CheckResult:
     """One check and its outcome.
 
     Attributes:
@@ -68,7 +68,7 @@ class Plugin:
         self._settings = settings
         self._slow_failures = 0
         self._stop_reason = ""
-        self.checks: dict[str, Check] = {}
+        self.checks: dict[str, CheckResult] = {}
         self.broken: list[str] = []
 
     @pytest.fixture(scope="session")
@@ -127,7 +127,7 @@ class Plugin:
 
 def run(
     settings: KitSettings, skipped_parts: Mapping[str, str], *, only: str | None = None
-) -> list[Check]:
+) -> list[CheckResult]:
     """Runs the checks, which takes minutes.
 
     Args:
@@ -164,7 +164,9 @@ def run(
     checks = list(plugin.checks.values())
     if only is None:
         checks.extend(
-            Check(part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why)
+            CheckResult(
+                part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why
+            )
             for part, why in skipped_parts.items()
         )
     return checks
@@ -186,13 +188,13 @@ def _expression(words: str) -> str:
     return " or ".join("_".join(part.split()) for part in words.split(" or "))
 
 
-def _check(report: pytest.TestReport) -> Check:
+def _check(report: pytest.TestReport) -> CheckResult:
     name = report.nodeid.rpartition("::")[2].removeprefix("test_")
     plain, bracket, value = name.partition("[")
     outcome = {"passed": ContractOutcome.HOLDS, "skipped": ContractOutcome.SKIPPED}.get(
         report.outcome, ContractOutcome.FAILS
     )
-    return Check(
+    return CheckResult(
         part=_part(report.nodeid).replace("_", " "),
         name=plain.replace("_", " ") + (f" {bracket}{value}" if bracket else ""),
         outcome=outcome,

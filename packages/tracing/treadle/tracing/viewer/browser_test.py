@@ -254,7 +254,8 @@ def test_a_run_is_one_file(context: BrowserContext, address: str, tmp_path: Path
     run = write_run(tmp_path / "run", steps=3)
     (run / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
     (run / "config.json").write_text('{"model": {"path": "a/model"}}')
-    write_file(run / "trajectories", step=4, phase="train", rows=[_hostile()])
+    hostile = _hostile() | {"step": 4}
+    write_file(run / "trajectories", step=4, phase="train", rows=[hostile])
     file = tmp_path / "report.html"
     rows = (("", "start", "end"), (_HOSTILE, "0.1", "0.9"))
     text = make_page(run, name="one", summary=rows)

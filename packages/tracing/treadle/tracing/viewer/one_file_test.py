@@ -18,14 +18,14 @@ def _data(page: str) -> dict[str, Any]:
 def test_whole_groups_are_spread_over_the_steps(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=50, rows=4, samples=10, val_rows=2)
     found = _data(make_page(run, name="r", summary=()))
-    groups: dict[tuple[object, ...], int] = {}
+    groups: dict[tuple[str, int, str], int] = {}
     for row in found["trajectories"]:
         key = (row["phase"], row["step"], row["task_id"])
         groups[key] = groups.get(key, 0) + 1
     assert {size for (phase, *_), size in groups.items() if phase == "train"} == {10}
     trained = [step for phase, step, _ in groups if phase == "train"]
     assert (min(trained), max(trained), len(trained)) == (1, 50, len(set(trained)))
-    rewards: dict[tuple[object, ...], set[object]] = {
+    rewards: dict[tuple[str, int, str], set[float | None]] = {
         key: set() for key in groups if key[0] == "train"
     }
     for row in found["trajectories"]:
