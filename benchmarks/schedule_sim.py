@@ -39,7 +39,8 @@ from treadle.agent_loop.rpc import Requirements, RetryPolicy
 from treadle.agent_loop.rpc.retry import Backoff
 from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig
-from treadle.trainer.rollout.server_pool import Routes, ServerPool
+from treadle.trainer.rollout.rotation import Routes
+from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.workers.router import RunRouter
 from treadle.trainer.training_loop.groups import Group
 from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule, Waiting

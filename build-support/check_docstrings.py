@@ -2,7 +2,8 @@
 
 An entry below `Args:` or `Attributes:` is written only if it holds a unit, a range, the meaning of
 None, an order or an ownership; else it is left out. So an entry of fewer than five words is a
-finding. Standard library only, any Python from 3.8: pants-plugins/prose imports this module.
+finding, and one that begins with a word that has nothing to refer to, as "Of the run".
+Standard library only, any Python from 3.8: pants-plugins/prose imports this module.
 """
 
 from __future__ import annotations
@@ -13,6 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 LEAST_WORDS = 5
+BEGINNINGS = ("As", "Of", "That", "Those", "What")
+_ROOMS = "evaluation|launch|preflight|rollout|sft|training_loop|doctor"
+_LATER = re.compile(rf"packages/(policy|trainer/treadle/trainer/({_ROOMS}))/")
+"""Where entries still begin so."""
 _SECTION = re.compile(r"^( *)(Args|Attributes):$")
 _ENTRY = re.compile(r"^ *[\w*`, ]+?(?: \([^)]*\))?:(?: (?P<text>.*))?$")
 
@@ -25,6 +30,8 @@ def findings(path: str, text: str) -> Iterator[str]:
                 f"{path}:{line}: the entry {entry!r} has fewer than {LEAST_WORDS} words: say its "
                 "unit, range, order, owner or what None means, or leave it out"
             )
+        elif entry.split()[0] in BEGINNINGS and not _LATER.match(path):
+            yield f"{path}:{line}: the entry {entry!r} begins without a noun: name the thing"
 
 
 def _entries(lines: list[str]) -> Iterator[tuple[int, str]]:

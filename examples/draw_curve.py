@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.trainer.report.metrics import REWARD, STEP, VAL_REWARD, Record, read_metrics
-from treadle.trainer.report.page.charts import running_mean
+from treadle.trainer.report.page.curves import running_mean
 
 __all__ = ["draw", "main"]
 

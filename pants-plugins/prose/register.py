@@ -1,14 +1,16 @@
-"""`lint` of prose: spelling by codespell, the words of docs/vocabulary.md, entries of docstrings.
+"""`lint` of prose: spelling, the words of docs/vocabulary.md, entries of docstrings, class names.
 
 Spelling and words are checked in every Python and Markdown file that `lint` was given, whatever
-target owns it; docstrings in the modules of `packages/` that are no tests. codespell's settings are
-in `[tool.codespell]` of the root pyproject.toml.
+target owns it; docstrings in the modules of `packages/` that are no tests. The names of classes are
+compared over all of those, whichever `lint` was given: a name can be taken anywhere. codespell's
+settings are in `[tool.codespell]` of the root pyproject.toml.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import check_names
 from check_docstrings import findings
 from check_vocabulary import PAGE, Vocabulary
 from pants.backend.python.subsystems.python_tool_base import PythonToolBase
@@ -60,6 +62,14 @@ class DocstringsSubsystem(Subsystem):
     skip = SkipOption("lint")
 
 
+class NamesSubsystem(Subsystem):
+    options_scope = "class-names"
+    name = "class-names"
+    help = "Finds public classes of one name in several modules."
+
+    skip = SkipOption("lint")
+
+
 class CodespellRequest(LintFilesRequest):
     tool_subsystem = Codespell
 
@@ -70,6 +80,10 @@ class VocabularyRequest(LintFilesRequest):
 
 class DocstringsRequest(LintFilesRequest):
     tool_subsystem = DocstringsSubsystem
+
+
+class NamesRequest(LintFilesRequest):
+    tool_subsystem = NamesSubsystem
 
 
 def _prose(files: tuple[str, ...], *, skip: bool) -> Partitions[str, Any]:
@@ -103,6 +117,13 @@ async def partition_docstrings(
         and not file.endswith(("_test.py", "conftest.py"))
     )
     return _prose(modules, skip=tool.skip)
+
+
+@rule
+async def partition_names(
+    request: NamesRequest.PartitionRequest, tool: NamesSubsystem
+) -> Partitions[str, Any]:
+    return _prose(tuple(filter(check_names.is_checked, request.files)), skip=tool.skip)
 
 
 @rule(desc="Check the spelling", level=LogLevel.DEBUG)
@@ -150,11 +171,20 @@ async def docstrings(
     return LintResult(1 if found else 0, "\n".join(found), "", tool.options_scope)
 
 
+@rule(desc="Check the names of classes", level=LogLevel.DEBUG)
+async def names(request: NamesRequest.Batch[str, Any], tool: NamesSubsystem) -> LintResult:
+    contents = await Get(DigestContents, PathGlobs(["packages/**/*.py"]))
+    modules = [(f.path, f.content.decode()) for f in contents if check_names.is_checked(f.path)]
+    found = list(check_names.findings(modules))
+    return LintResult(1 if found else 0, "\n".join(found), "", tool.options_scope)
+
+
 def rules():
     return [
         *collect_rules(),
         *CodespellRequest.rules(),
         *VocabularyRequest.rules(),
         *DocstringsRequest.rules(),
+        *NamesRequest.rules(),
         *pex.rules(),
     ]

@@ -29,7 +29,7 @@ from treadle.rollout_server.engines.common import collective as receiving
 from treadle.rollout_server.engines.common import collective_group as receiving_group
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import (
-    Membership,
+    GroupMember,
     StopSignal,
     encode_group,
     fail_group,
@@ -241,13 +241,13 @@ def test_a_group_is_kept_until_another_is_named(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joined: list[str] = []
-    join = Membership.join
+    join = GroupMember.join
 
-    def counted(self: Membership, stop: StopSignal) -> None:
+    def counted(self: GroupMember, stop: StopSignal) -> None:
         joined.append(self.announced.group_name)
         join(self, stop)
 
-    monkeypatch.setattr(Membership, "join", counted)
+    monkeypatch.setattr(GroupMember, "join", counted)
     first, second = harness.open("first"), harness.open("second")
     for groups in (first, first, second):
         harness.update(groups, weights(0))

@@ -49,15 +49,14 @@ from treadle.trainer.checkpoint.begin_or_resume import ResumePoint
 from treadle.trainer.checkpoint.run_directory import Checkpoints
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
-from treadle.trainer.loggers.loggers import Loggers
 from treadle.trainer.preflight import check_run
-from treadle.trainer.report import LiveReport, MetricsLog
 from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.report.terminal.progress import PlainProgress
 from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import groups_of, make_batch
+from treadle.trainer.training_loop.run_record import OpenRun, RunRecord
 from treadle.trainer.training_loop.update_metrics import update_metrics
 
 from .testing import server_command
@@ -133,20 +132,14 @@ async def _running(tmp_path: Path, progress: _Trigger) -> AsyncIterator[Training
     arguments.append(f"rollout.token_file={token}")
     config = load_config([DEMO], arguments).config
     run = check_run(config, tmp_path)
-    async with build_context(
-        config,
-        run.inputs,
-        own=run.own,
-        plan=run.plan,
-        run_dir=tmp_path,
-        resume=ResumePoint(begun=False, checkpoint=None, notes=()),
+    metrics = RunMetrics(project="treadle", name="in flight")
+    opened = OpenRun(
+        record=RunRecord(progress, metrics, total_steps=len(_POLICIES)),
         checkpoints=Checkpoints(tmp_path / "checkpoints", keep=1),
-        metrics_log=MetricsLog(tmp_path / "metrics.jsonl"),
-        loggers=Loggers(),
-        progress=progress,
-        report=LiveReport(tmp_path),
-        run_metrics=RunMetrics(project="treadle", name="in flight"),
-    ) as context:
+        resume=ResumePoint(begun=False, checkpoint=None, notes=()),
+        has_steps=True,
+    )
+    async with build_context(run, opened) as context:
         yield context
 
 

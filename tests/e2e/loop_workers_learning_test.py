@@ -1,6 +1,6 @@
 """Loop workers: the same trajectories as without them, also when one of them and the router die.
 
-And that an evaluation runs on them. Each schedule runs on them in `schedules_killed_learning_test`.
+And that an evaluation runs on them. Each schedule runs on them in the soak.
 """
 
 import json
@@ -43,6 +43,11 @@ def test_workers_give_what_the_driver_would_also_when_one_dies(start_trainer: St
     assert (sum(lost), lost[0]) == (1, 0), "the one that was killed after the first step"
     assert all(line["rollout/num_failed"] == 0 for line in helped.metrics() if line["step"])
     assert not any("workers/live" in line for line in alone.metrics())
+    of_steps = [line for line in helped.metrics() if line["step"] > 1]
+    shares = [[line[n] for n in line if n.startswith("servers/time_share/")] for line in of_steps]
+    assert [sum(each) for each in shares] == pytest.approx([1.0] * len(of_steps))
+    waited = max(line["servers/time_share/tools"] for line in of_steps)
+    assert waited > 0.0, "of the calculator's turns the router tells"
     log = (helped.run_dir / "logs" / "trainer.log").read_text(encoding="utf-8")
     assert "loop worker worker-0 (pid " in log
     assert "was ended by SIGKILL on node " in log and "; its log ends with:" in log

@@ -299,7 +299,7 @@ class MemoryOffloadMachine(RuleBasedStateMachine):
                 interrupt=self.interrupt,
                 max_attempts=2,
             ),
-            "progress": SimpleNamespace(phase=lambda _: contextlib.nullcontext()),
+            "record": SimpleNamespace(phase=lambda _: contextlib.nullcontext()),
         }
         self.context, self.lent = TrainingContext(**parts), False
         if version:

@@ -31,7 +31,7 @@ from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
 from treadle.agent_loop.rpc.router.server import RouterConfig, serve_router
 from treadle.agent_loop.testing import ByteRenderer, ScriptedInteraction, ScriptedTool
-from treadle.rollout_server.config.schema import ServerConfig, TracingConfig
+from treadle.rollout_server.config.schema import ServerConfig, ServerTracingConfig
 from treadle.rollout_server.engine import (
     EngineEvent,
     EngineRequest,
@@ -122,7 +122,9 @@ class Files:
 @asynccontextmanager
 async def generator(engine: Speaker, files: Files | None) -> AsyncIterator[GrpcTokenGenerator]:
     """A client of a router in front of one server, which write their spans into files."""
-    config = ServerConfig(tracing=TracingConfig(jsonl=None if files is None else files.server))
+    config = ServerConfig(
+        tracing=ServerTracingConfig(jsonl=None if files is None else files.server)
+    )
     async with AsyncExitStack() as stack:
         server = await stack.enter_async_context(
             serve_in_process(engine, config=config, clock=engine.clock)

@@ -46,8 +46,8 @@ from treadle.rollout_server.services import generation
 from treadle.rollout_server.services.codec import decode_generate
 from treadle.rollout_server.updates import buckets, files, weight_updater
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.buckets import BucketPart, Segment
-from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base
+from treadle.rollout_server.updates.buckets import BucketPart, MappedSegment
+from treadle.rollout_server.updates.delta import DeltaBase, DeltaEncoding, as_base
 from treadle.rollout_server.updates.incoming import IncomingTensors
 from treadle.rollout_server.updates.staging import Assembler
 from treadle.rollout_server.updates.weight_update import CurrentUpdate, WeightUpdate
@@ -263,7 +263,9 @@ def _never_different(self: DeltaBase, index: int, crc32: int) -> str | None:
     return None
 
 
-def _as_any_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
+def _as_any_base(
+    kept: Sequence[TensorSpec], base: DeltaBase | None, delta: DeltaEncoding
+) -> DeltaBase:
     """Uses the base that is held, whichever was requested."""
     wanted = delta.base_version if base is None else base.version
     return _AS_BASE(kept, base, replace(delta, base_version=wanted))
@@ -288,7 +290,9 @@ class _AnyChecksum(int):
         return False
 
 
-async def _take_late(self: IncomingTensors, segment: Segment, parts: Sequence[BucketPart]) -> None:
+async def _take_late(
+    self: IncomingTensors, segment: MappedSegment, parts: Sequence[BucketPart]
+) -> None:
     """Gives slots back at once and reads them only when the stream ends; staged only."""
     late = _LATE.setdefault(self, [])
     late.extend(parts)

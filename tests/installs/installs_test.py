@@ -29,7 +29,7 @@ WITHOUT_TORCH = (
     "treadle-conformance",
     "treadle-rollout-server",
     "treadle-tools[math,mcp,sandbox,search]",
-    "treadle-tracing[mlflow,otlp,terminal,viewer,weave]",
+    "treadle-tracing[mlflow,otlp,viewer,weave]",
 )
 IMPORT_ALL = """\
 import importlib, pkgutil, warnings

@@ -222,7 +222,7 @@ def test_the_contracts_wheel_ships_sources_stubs_and_types() -> None:
     assert {".proto", "_pb2.py", "_pb2.pyi", "_pb2_grpc.py"} <= suffixes
 
 
-def test_the_trainers_wheel_ships_the_demo_the_report_and_the_template() -> None:
+def test_the_trainers_wheel_ships_the_demo_and_the_template() -> None:
     names = read_wheel("trainer").files
     demo, template = "treadle/trainer/demo/calculator", "treadle/trainer/template"
     assert {
@@ -232,7 +232,6 @@ def test_the_trainers_wheel_ships_the_demo_the_report_and_the_template() -> None
         f"{demo}/tools.yaml",
         f"{demo}/train.jsonl",
         f"{demo}/val.jsonl",
-        "treadle/trainer/report/page/report.html.j2",
         f"{template}/config.yaml",
         f"{template}/reward.py",
         f"{template}/train.jsonl",

@@ -17,10 +17,16 @@ from typing import Any
 from compare_runs import differences
 
 from treadle.rollout_server.testing.descendants import descendants
+from treadle.trainer.checkpoint.run_directory import CONFIG
+from treadle.trainer.config.load import load_config
 from treadle.trainer.report.status import read_status
+from treadle.trainer.verify.quick import quick_problems
 
 # They count what was done to the servers and the workers, so they differ.
-OF_FAULTS = ("servers/", "workers/", "agent_loop/interruptions", "sync/bytes", "sync/delta_ratio")
+OF_FAULTS = (
+    *("servers/", "workers/", "run/resumes"),
+    *("agent_loop/interruptions", "sync/bytes", "sync/delta_ratio"),
+)
 MAX_GROWTH_MIB, MAX_GROWTH_DESCRIPTORS, LEAST_SAMPLES = 24.0, 8.0, 300
 _PARTS = 12
 _PR_SET_CHILD_SUBREAPER = 36
@@ -119,6 +125,12 @@ def check_status(run: Path) -> list[str]:
     if (state := read_status(run).state) == "finished":
         return []
     return [f"{run.name}: it reached its end, and its status is {state!r}"]
+
+
+def check_verified(run: Path) -> list[str]:
+    """Checks what `treadle verify` finds by the files of a run."""
+    config = load_config([run / CONFIG], []).config
+    return [f"{run.name}: {problem}" for problem in quick_problems(run, config)]
 
 
 _Key = tuple[str, int, str, int]

@@ -9,7 +9,7 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Literal
@@ -137,6 +137,12 @@ DISK_KINDS = (
     ),
 )
 """Only where a file system can be mounted."""
+KILLS = tuple(
+    replace(kind, exit=None) if kind.target == "rank" else kind  # such a run resumes by itself
+    for kind in KINDS + WORKER_KINDS
+    if kind.signal is signal.SIGKILL
+)
+"""Those of a campaign of kills."""
 SCHEDULES = ("sync", "overlap", "stream", "async")
 
 

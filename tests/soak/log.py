@@ -8,6 +8,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+_KILLED = "killed"
+
 
 class Log:
     """Counts faults, bad requests and violations, and writes each fault and violation down.
@@ -47,6 +49,15 @@ class Log:
         """Counts an event that is not worth a line."""
         with self._lock:
             self.counts[event, about] += number
+
+    def killed(self, schedule: str, process: str, number: int) -> None:
+        """Counts processes that were killed."""
+        self.count(f"{_KILLED} with {schedule}", process, number)
+
+    @property
+    def num_killed(self) -> int:
+        """Number of processes that were killed."""
+        return sum(n for (event, _), n in self.counts.items() if event.startswith(_KILLED))
 
     def violation(self, sentence: str) -> None:
         """Writes down what should not have happened."""

@@ -15,6 +15,9 @@ is left behind. The exit status is 1 if anything of this did not hold, or if it 
 makes a round again. The directory that is named first keeps the log (`soak.jsonl`) and the runs
 that went wrong.
 
+`--kills N` is a campaign of kills alone, with the fake engine and policy, so that processes start
+fast: rounds follow until N processes were killed.
+
 The disk is a separate file system (`disk.py`). Where none may be mounted, its faults are left out
 and the log says so.
 
@@ -30,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from statistics import fmean
@@ -43,10 +46,12 @@ from soak.checks import (
     check_metrics,
     check_status,
     check_trajectories,
+    check_verified,
 )
 from soak.disk import Disk, mounted_disk
 from soak.faults import (
     DISK_KINDS,
+    KILLS,
     KINDS,
     WORKER_KINDS,
     Drawn,
@@ -75,7 +80,7 @@ class Round:
         run: The run directory.
         output: The file that gets what the driver prints; not on the disk that gets full.
         arguments: Of the driver's command line.
-        faults: In the order of their steps.
+        drawn: Its schedule and its faults.
         step_s: How long a step takes, about.
         end: When it must have reached its last step, in the time of `time.monotonic`.
         log: Gets faults and violations.
@@ -89,7 +94,7 @@ class Round:
         run: Path,
         output: Path,
         arguments: Sequence[str],
-        faults: Sequence[Fault] = (),
+        drawn: Drawn,
         *,
         step_s: float = 0.0,
         end: float,
@@ -101,7 +106,8 @@ class Round:
         self._disk = disk
         self._output = output
         self._arguments = arguments
-        self._faults = list(faults)
+        self._schedule = drawn.schedule
+        self._faults = list(drawn.faults)
         self._step_s = step_s
         self._end = end
         self._log = log
@@ -248,6 +254,9 @@ class Round:
             pids=hit,
             stopped_s=fault.stopped_s,
         )
+        if fault.kind.signal is signal.SIGKILL and hit:
+            process = fault.kind.target.removeprefix("all ").rstrip("s")
+            self._log.killed(self._schedule, process, len(hit))
 
     def _waits_for_the_disk(self, fault: Fault) -> bool:
         if self._disk is None:
@@ -307,6 +316,8 @@ class Soak:
         seed: Of the faults and of the bad requests.
         at_most: Minutes, after which a run that has not ended is a violation.
         disk: For the runs; None: they are in the directory, and the disk is left alone.
+        kills: Number of processes after whose kill no further round begins: a campaign of kills
+            alone, with the fake engine and policy. 0: all faults, for some minutes.
     """
 
     def __init__(
@@ -318,6 +329,7 @@ class Soak:
         seed: int,
         at_most: float,
         disk: Disk | None = None,
+        kills: int = 0,
     ) -> None:
         self._began = time.monotonic()
         self._end = self._began + 60 * at_most
@@ -332,7 +344,10 @@ class Soak:
         self._environment = {"TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": cache}
         self._disk = disk
         self._runs = directory if disk is None else disk.path
+        self._kills = kills
         self._kinds = KINDS + WORKER_KINDS + (() if disk is None else DISK_KINDS)
+        if kills:
+            self._kinds = KILLS
         self._reference = self._runs / "undisturbed"
         self._step_s = 0.0
         self._processes = ProcessTable()
@@ -353,12 +368,17 @@ class Soak:
         self._step_s = _mean_step_s(self._reference)
         self._log.write("round", "undisturbed", seconds=round(took, 1))
         self._check_files()
-        with services(self._directory / "services.log", self._environment) as standing:
+        with ExitStack() as stack:
+            standing: Mapping[str, Service] = {}
+            if not self._kills:
+                log = self._directory / "services.log"
+                standing = stack.enter_context(services(log, self._environment))
             for service in standing.values():
                 self._processes.keep(service.pid)
             rounds = draw_rounds(self._seed, self._steps, each, kinds=self._kinds)
             for number, drawn in islice(enumerate(rounds), first_round, None):
-                if number > first_round and time.monotonic() > self._began + 60 * minutes:
+                over = time.monotonic() > self._began + 60 * minutes
+                if number > first_round and (over or 0 < self._kills <= self._log.num_killed):
                     break
                 self._disturbed(number, drawn, standing)
         self._check(self._processes.check_orphans(_ORPHANS_S))
@@ -369,8 +389,8 @@ class Soak:
         return Round(
             run,
             self._output_of(run),
-            settings(self._steps, drawn.schedule, workers=drawn.workers),
-            drawn.faults,
+            settings(self._steps, drawn.schedule, workers=drawn.workers, fake=bool(self._kills)),
+            drawn,
             step_s=self._step_s,
             end=self._end,
             log=self._log,
@@ -387,9 +407,14 @@ class Soak:
         targets = {name: one.target for name, one in standing.items() if one.target is not None}
         pids = {name: service.pid for name, service in standing.items()}
         made = self._begin(run, drawn)
-        seed = f"{self._seed}/{number}"
-        with BadRequests(targets, self._log, made.targets, seed=seed):
+        with ExitStack() as stack:
+            if standing:
+                seed = f"{self._seed}/{number}"
+                bad = BadRequests(targets, self._log, made.targets, seed=seed)
+                stack.enter_context(bad)
             ended = made.finish(pids)
+        if ended:
+            self._check(check_verified(run))
         if ended and schedule == "sync":
             self._check(check_metrics(self._reference, run))
             self._check(check_trajectories(self._reference, run))
@@ -402,7 +427,8 @@ class Soak:
                     max_staleness=_MAX_STALENESS.get(schedule),
                 )
             )
-        self._check(check_good_requests(targets))
+        if standing:
+            self._check(check_good_requests(targets))
         self._judge_processes(but=pids.values())
         wrong = len(self._log.violations) - before
         self._log.write(
@@ -466,6 +492,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--first-round", type=int, default=0, metavar="N", help="begin with this round")
     add("--steps", type=int, default=12, help="of each run (default %(default)s)")
     add("--faults", type=int, default=6, help="of each round (default %(default)s)")
+    add("--kills", type=int, default=0, help="kill so many processes, and do nothing else")
     add("--directory", type=Path, help="for logs and runs; default: a new one for temporary files")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -475,7 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log.write("soak", str(directory), seed=arguments.seed, minutes=arguments.minutes)
     at_most = arguments.at_most
     try:
-        with _disk(directory.resolve(), log) as disk:
+        with nullcontext() if arguments.kills else _disk(directory.resolve(), log) as disk:
             Soak(
                 directory.resolve(),
                 log,
@@ -483,6 +510,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=arguments.seed,
                 at_most=4 * arguments.minutes + 40 if at_most is None else at_most,
                 disk=disk,
+                kills=arguments.kills,
             ).run(
                 minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults
             )

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from soak.proxied_server import proxy_file
+from soak.reward import score
 
 from treadle.trainer.launch.process import child_python_path
 
@@ -20,6 +21,10 @@ UNRESPONSIVE_S = 6.0
 
 MAX_STALENESS = 1
 _BESIDE_TRAINING = ("sync.in_flight=interrupt", "algorithm.correction.weights=token")
+_FAKE = (
+    *("rollout.name=fake", "policy.backend=fake", "launch.max_failures=1000"),
+    f"reward.name={score.__module__}:{score.__name__}",
+)
 _SCHEDULES: Mapping[str, tuple[str, ...]] = {
     "sync": (),
     "overlap": _BESIDE_TRAINING,
@@ -28,18 +33,25 @@ _SCHEDULES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def settings(steps: int, schedule: str = "sync", *, workers: bool = False) -> tuple[str, ...]:
+def settings(
+    steps: int, schedule: str = "sync", *, workers: bool = False, fake: bool = False
+) -> tuple[str, ...]:
     """Returns the configuration of the run, with `WORKERS` loop workers or none.
 
     Servers are started behind proxies, through which the network is disturbed.
 
     The times are shorter than their defaults so that an hour sees many of their ends. The chunks of
     an update are small so that it takes long enough to be hit. All trajectories are logged.
+
+    Args:
+        fake: With the fake engine and policy and without proxies, so that processes start fast,
+            and with a run that resumes by itself when it loses its rank.
     """
     # The trainer passes no import path to a command.
     server = ("env", f"PYTHONPATH={child_python_path()}", sys.executable)
+    proxied = f"rollout.server_command={json.dumps([*server, '-m', 'soak.proxied_server'])}"
     return (
-        f"rollout.server_command={json.dumps([*server, '-m', 'soak.proxied_server'])}",
+        *(_FAKE if fake else (proxied,)),
         f"schedule.kind={schedule}",
         *_SCHEDULES[schedule],
         f"schedule.total_steps={steps}",

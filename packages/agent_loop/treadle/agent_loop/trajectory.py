@@ -133,7 +133,7 @@ class Trajectory(LateField[MessageSource]):
         sample_rewards: One per sample where players have their own rewards, else empty.
             `reward` is then what is reported, and these are learned from. Samples of one player
             are adjacent and have one value.
-        answer: What it answered, as its reward read it (`Score.answer`).
+        answer: The answer as its reward read it (`Score.answer`).
         tool_rewards: One per tool call, in the order of the calls.
         turn_scores: Scores that an interaction gave to turns, in their order.
         metrics: Counts and times, named like `tool/calls`, `agent_loop/generate_s`.

@@ -216,7 +216,7 @@ class TagConstraint:
 
     Attributes:
         tags: There is at least one, never none.
-        trigger: What each tag begins with; not empty.
+        trigger: The beginning of each tag; not empty.
         required: Whether the text begins with a tag; else there may be none.
         single: Whether the text ends with its first tag; else text and tags may follow.
     """
@@ -241,7 +241,7 @@ class SamplingParams:
         seed: Seed of this completion. Loops derive one per turn, see `Conversation`.
         stop_token_ids: Sampling one ends the completion; the id stays in the output.
         ignore_eos: Continue past the model's end-of-sequence id.
-        constraint: What the text must be like; for servers with `constrained_sampling`.
+        constraint: A constraint of the text; for servers with `constrained_sampling`.
 
     Raises:
         ValueError: A value is outside its range.
@@ -373,8 +373,8 @@ class Completion:
         queue_s: Seconds from arrival at the server to the first step.
         num_interruptions: Number of times that a server interrupted it, for example for new
             weights, before it was resumed.
-        routed_experts: Of the rows from `RequestContext.routed_experts_from` on; None if they were
-            not asked for.
+        routed_experts: Experts of the rows from `RequestContext.routed_experts_from` on; None if
+            they were not requested.
         prompt_logprobs: In nats, of the ids from `RequestContext.prompt_logprobs_from` to the end
             of the prompt, at temperature 1; empty if they were not asked for.
     """

@@ -132,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.write_text(report.as_json(found.address, info, checks))
     if not checks:
         return _fail(f"--only {options.only!r} matches no check")
-    return int(any(check.outcome is run.Outcome.FAILS for check in checks))
+    return int(any(check.outcome is run.ContractOutcome.FAILS for check in checks))
 
 
 def _fail(message: str) -> int:

@@ -5,13 +5,17 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from treadle.conformance.run import Check, Outcome
+from treadle.conformance.run import Check, ContractOutcome
 from treadle.rollout.v1 import server_service_pb2 as srv
 
 _WIDTH = 118
 _NAME = 72
 _SEEN_CHARACTERS = 600
-_MARKS = {Outcome.HOLDS: "holds", Outcome.FAILS: "DOES NOT", Outcome.SKIPPED: "skipped"}
+_MARKS = {
+    ContractOutcome.HOLDS: "holds",
+    ContractOutcome.FAILS: "DOES NOT",
+    ContractOutcome.SKIPPED: "skipped",
+}
 
 
 def heading(address: str, server: srv.GetServerInfoResponse) -> str:
@@ -42,8 +46,8 @@ def _lines(checks: Sequence[Check]) -> Iterator[str]:
             yield textwrap.indent(textwrap.fill(seen, _WIDTH - 6), "      ")
     counts = Counter(check.outcome for check in checks)
     yield (
-        f"\n{counts[Outcome.HOLDS]} hold, {counts[Outcome.FAILS]} do not, "
-        f"{counts[Outcome.SKIPPED]} skipped"
+        f"\n{counts[ContractOutcome.HOLDS]} hold, {counts[ContractOutcome.FAILS]} do not, "
+        f"{counts[ContractOutcome.SKIPPED]} skipped"
     )
 
 
@@ -55,9 +59,9 @@ def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[Ch
         "engine": server.engine,
         "engine_version": server.engine_version,
         "server_version": server.server_version,
-        "holds": counts[Outcome.HOLDS],
-        "does_not": counts[Outcome.FAILS],
-        "skipped": counts[Outcome.SKIPPED],
+        "holds": counts[ContractOutcome.HOLDS],
+        "does_not": counts[ContractOutcome.FAILS],
+        "skipped": counts[ContractOutcome.SKIPPED],
         "checks": [
             {"part": c.part, "check": c.name, "outcome": c.outcome.value, "seen": c.seen}
             for c in checks

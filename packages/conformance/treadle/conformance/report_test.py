@@ -1,13 +1,15 @@
 import json
 
 from treadle.conformance.report import as_json, heading, table
-from treadle.conformance.run import Check, Outcome
+from treadle.conformance.run import Check, ContractOutcome
 from treadle.rollout.v1 import server_service_pb2 as srv
 
 CHECKS = [
-    Check(part="updates", name="a corrupt chunk is refused", outcome=Outcome.HOLDS, seen=""),
-    Check(part="updates", name="x" * 90, outcome=Outcome.FAILS, seen="an answer " * 100),
-    Check(part="model", name="greedy", outcome=Outcome.SKIPPED, seen="give --model"),
+    Check(
+        part="updates", name="a corrupt chunk is refused", outcome=ContractOutcome.HOLDS, seen=""
+    ),
+    Check(part="updates", name="x" * 90, outcome=ContractOutcome.FAILS, seen="an answer " * 100),
+    Check(part="model", name="greedy", outcome=ContractOutcome.SKIPPED, seen="give --model"),
 ]
 SERVER = srv.GetServerInfoResponse(
     engine="fake", engine_version="1", model=srv.ModelInfo(vocab_size=64, context_length=512)

@@ -18,7 +18,7 @@ import pytest
 
 from treadle.conformance.contracts import CONTRACTS
 from treadle.conformance.contracts.remote_contract import Target
-from treadle.conformance.settings import Settings, why_lost
+from treadle.conformance.settings import KitSettings, why_lost
 
 _PARTS = (
     *("handshake", "generation", "pauses", "updates", "calls_again", "in_place", "files"),
@@ -37,7 +37,7 @@ _SKIPPED_NAMES = {
 """The one line in the table for a part that is skipped as a whole."""
 
 
-class Outcome(enum.Enum):
+class ContractOutcome(enum.Enum):
     """The outcome of a check."""
 
     HOLDS = "holds"
@@ -51,20 +51,20 @@ class Check:
 
     Attributes:
         part: The part of the table, such as "updates".
-        name: What the contract says, such as "a corrupt chunk is refused".
+        name: The clause of the contract, such as "a corrupt chunk is refused".
         seen: Why the check was skipped, what was seen instead, or a measured value.
     """
 
     part: str
     name: str
-    outcome: Outcome
+    outcome: ContractOutcome
     seen: str
 
 
 class Plugin:
     """The pytest plugin that gives the checks their settings and collects their outcomes."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KitSettings) -> None:
         self._settings = settings
         self._slow_failures = 0
         self._stop_reason = ""
@@ -72,7 +72,7 @@ class Plugin:
         self.broken: list[str] = []
 
     @pytest.fixture(scope="session")
-    def settings(self) -> Settings:
+    def settings(self) -> KitSettings:
         """Returns the settings of the kit."""
         return self._settings
 
@@ -100,7 +100,7 @@ class Plugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Records a check; of its phases, the first that did not pass decides."""
         known = self.checks.get(report.nodeid)
-        if known is not None and known.outcome is not Outcome.HOLDS:
+        if known is not None and known.outcome is not ContractOutcome.HOLDS:
             return
         if report.passed and report.when != "call":
             return
@@ -126,7 +126,7 @@ class Plugin:
 
 
 def run(
-    settings: Settings, skipped_parts: Mapping[str, str], *, only: str | None = None
+    settings: KitSettings, skipped_parts: Mapping[str, str], *, only: str | None = None
 ) -> list[Check]:
     """Runs the checks, which takes minutes.
 
@@ -164,7 +164,7 @@ def run(
     checks = list(plugin.checks.values())
     if only is None:
         checks.extend(
-            Check(part=part, name=_SKIPPED_NAMES[part], outcome=Outcome.SKIPPED, seen=why)
+            Check(part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why)
             for part, why in skipped_parts.items()
         )
     return checks
@@ -189,8 +189,8 @@ def _expression(words: str) -> str:
 def _check(report: pytest.TestReport) -> Check:
     name = report.nodeid.rpartition("::")[2].removeprefix("test_")
     plain, bracket, value = name.partition("[")
-    outcome = {"passed": Outcome.HOLDS, "skipped": Outcome.SKIPPED}.get(
-        report.outcome, Outcome.FAILS
+    outcome = {"passed": ContractOutcome.HOLDS, "skipped": ContractOutcome.SKIPPED}.get(
+        report.outcome, ContractOutcome.FAILS
     )
     return Check(
         part=_part(report.nodeid).replace("_", " "),
@@ -200,10 +200,10 @@ def _check(report: pytest.TestReport) -> Check:
     )
 
 
-def _seen(report: pytest.TestReport, outcome: Outcome) -> Iterator[str]:
-    if outcome is Outcome.SKIPPED and isinstance(report.longrepr, tuple):
+def _seen(report: pytest.TestReport, outcome: ContractOutcome) -> Iterator[str]:
+    if outcome is ContractOutcome.SKIPPED and isinstance(report.longrepr, tuple):
         yield str(report.longrepr[2]).removeprefix("Skipped: ")
-    elif outcome is Outcome.FAILS:
+    elif outcome is ContractOutcome.FAILS:
         yield _crash(report.longrepr)
     for key, value in report.user_properties:
         if key == "seen":

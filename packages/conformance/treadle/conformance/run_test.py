@@ -5,9 +5,9 @@ import pytest
 
 from treadle.conformance import run
 from treadle.conformance.contracts.remote_contract import Target
-from treadle.conformance.settings import Settings
+from treadle.conformance.settings import KitSettings
 
-SETTINGS = Settings(
+SETTINGS = KitSettings(
     target=Target(address="127.0.0.1:1"),
     files=None,
     compared=False,
@@ -35,7 +35,7 @@ def failed(plugin: run.Plugin, *, duration_s: float) -> None:
 
 
 def test_a_server_that_makes_checks_wait_is_asked_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def nothing_is_lost(settings: Settings) -> None:
+    async def nothing_is_lost(settings: KitSettings) -> None:
         return None
 
     monkeypatch.setattr(run, "why_lost", nothing_is_lost)

@@ -28,7 +28,7 @@ from treadle.conformance.client.shared_segment import (
 )
 from treadle.conformance.client.stubs import Stubs, stubs_for
 from treadle.conformance.contracts.reader import stream
-from treadle.conformance.settings import Settings
+from treadle.conformance.settings import KitSettings
 from treadle.rollout.v1 import generation_service_pb2 as gen
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
@@ -45,7 +45,7 @@ Weights = int | list[NamedTensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Sampled:
+class ComparableTokens:
     """Token ids and log-probs of a completion, which compare equal within a tolerance in nats."""
 
     ids: list[int]
@@ -55,7 +55,7 @@ class Sampled:
     __hash__ = None  # type: ignore[assignment]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Sampled):
+        if not isinstance(other, ComparableTokens):
             return NotImplemented
         pairs = zip(self.logprobs, other.logprobs, strict=False)
         return self.ids == other.ids and all(abs(a - b) <= self.tolerance for a, b in pairs)
@@ -71,7 +71,7 @@ class ServerHarness:
     """
 
     def __init__(
-        self, settings: Settings, channel: grpc.aio.Channel, info: srv.GetServerInfoResponse
+        self, settings: KitSettings, channel: grpc.aio.Channel, info: srv.GetServerInfoResponse
     ) -> None:
         self.settings = settings
         self.channel = channel
@@ -117,11 +117,11 @@ class ServerHarness:
         """Resumes the server."""
         await self.stubs.control.Resume(srv.ResumeRequest(), timeout=CALL_S)
 
-    async def sample(self) -> Sampled:
+    async def sample(self) -> ComparableTokens:
         """Samples a fixed prompt with a fixed seed."""
         sampling = gen.SamplingParams(max_tokens=16, temperature=1, seed=5, ignore_eos=True)
         messages = await self.generate(prompt_token_ids=range(1, 17), sampling=sampling)
-        return Sampled(
+        return ComparableTokens(
             ids=token_ids_of(messages),
             logprobs=[round(x, 4) for message in messages for x in message.tokens.logprobs],
             tolerance=max(1e-3, self.settings.tolerance),
@@ -195,7 +195,7 @@ class ServerHarness:
         await self.refresh()
         return version
 
-    async def update_and_sample(self, which: Weights) -> Sampled:
+    async def update_and_sample(self, which: Weights) -> ComparableTokens:
         """Makes one whole update and samples afterwards."""
         await self.update(which)
         return await self.sample()
@@ -278,10 +278,10 @@ class ServerHarness:
 class Checks:
     """Base class of the checks that talk to the server message by message."""
 
-    settings: Settings
+    settings: KitSettings
 
     @pytest.fixture(autouse=True)
-    def _take_settings(self, settings: Settings) -> None:
+    def _take_settings(self, settings: KitSettings) -> None:
         self.settings = settings
 
     @asynccontextmanager

@@ -34,7 +34,7 @@ class Unusable(ValueError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class KitSettings:
     """The settings of a run; for the other fields see the command line.
 
     Attributes:
@@ -76,7 +76,7 @@ class Settings:
             return str(probe.getsockname()[0])
 
 
-def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
+def resolve(options: argparse.Namespace, scratch: Path) -> KitSettings:
     """Returns the settings that the options name.
 
     Args:
@@ -95,7 +95,7 @@ def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
         raise Unusable(
             f"{directory} has no *.safetensors: name the directory that the server serves"
         )
-    return Settings(
+    return KitSettings(
         target=Target(
             address=options.address,
             channel=plain_channel if ca is None else partial(tls_channel, ca),
@@ -115,7 +115,7 @@ def resolve(options: argparse.Namespace, scratch: Path) -> Settings:
     )
 
 
-async def handshake(settings: Settings) -> srv.GetServerInfoResponse:
+async def handshake(settings: KitSettings) -> srv.GetServerInfoResponse:
     """Returns the server's answer to GetServerInfo.
 
     Raises:
@@ -130,7 +130,7 @@ async def handshake(settings: Settings) -> srv.GetServerInfoResponse:
     return answer
 
 
-async def why_lost(settings: Settings) -> str | None:
+async def why_lost(settings: KitSettings) -> str | None:
     """Returns why no more checks can run on the server, or None if they can."""
     try:
         state = (await _answer(settings)).state
@@ -141,7 +141,7 @@ async def why_lost(settings: Settings) -> str | None:
     return None
 
 
-async def _answer(settings: Settings) -> srv.GetServerInfoResponse:
+async def _answer(settings: KitSettings) -> srv.GetServerInfoResponse:
     address = settings.address
     async with settings.target.channel(address) as channel:
         try:
@@ -186,7 +186,7 @@ def _read(path: Path | None, option: str) -> bytes | None:
         raise Unusable(f"{option} {path}: {error.strerror}") from None
 
 
-def skipped_parts(settings: Settings, info: srv.GetServerInfoResponse) -> dict[str, str]:
+def skipped_parts(settings: KitSettings, info: srv.GetServerInfoResponse) -> dict[str, str]:
     """Returns the parts that cannot run against this server from here, with the reasons."""
     model = "" if settings.compared else "needs the model that the server serves: set --model"
     group = (

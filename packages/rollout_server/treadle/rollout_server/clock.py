@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 
-class Timer(Protocol):
+class TimerHandle(Protocol):
     """A callback that has not run yet."""
 
     def cancel(self) -> None:
@@ -21,5 +21,5 @@ class Clock(Protocol):
     def time(self) -> float:
         """Returns the seconds since an arbitrary instant."""
 
-    def call_at(self, when: float, callback: Callable[[], None], /) -> Timer:
+    def call_at(self, when: float, callback: Callable[[], None], /) -> TimerHandle:
         """Runs `callback` on the event loop once `time()` reaches `when`."""

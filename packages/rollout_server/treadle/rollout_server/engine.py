@@ -54,7 +54,7 @@ class Engine(Protocol):
         Raises:
             ImageUnreadable: An image cannot be decoded; raised before `Started`.
             InvalidField: The engine does not know the constraint; raised before `Started`.
-            ImagePlaceholders: The prompt has another number of placeholder ids than the model
+            PlaceholderMismatch: The prompt has another number of placeholder ids than the model
                 makes of the image; raised before `Started`.
             Exception: Any other means that the engine is broken; the server stops serving.
         """
@@ -149,7 +149,7 @@ class ModelInfo:
         tokenizer_sha256: 32 bytes, of ``tokenizer.json``; empty when there is none.
         num_moe_layers: Number of layers with experts; 0, as the two below, without any.
         num_experts: Per layer, without those that every token uses.
-        experts_per_token: That a layer chooses for each row.
+        experts_per_token: Number of experts that a layer chooses for each row.
     """
 
     architecture: str
@@ -179,9 +179,9 @@ class EngineInfo:
     Attributes:
         name: Its name in the registry.
         version: Version of the library that does the work.
-        parameters: What `Engine.load_weights` must be given: every name once, in these
-            shapes. The element type is the one held; another one is converted. None: the
-            engine takes whatever it is given, which only the fake does.
+        parameters: The tensors that `Engine.load_weights` must be given: every name once, in these
+            shapes. The element type is the one held; another one is converted. None: the engine
+            takes whatever it is given, which only the fake does.
         num_workers: Number of ranks that it brings to a collective group.
     """
 
@@ -265,7 +265,7 @@ class TaggedText:
 
     Attributes:
         tags: There is at least one, never none.
-        trigger: What each tag begins with; not empty.
+        trigger: The beginning of each tag; not empty.
         required: Whether the text begins with a tag; else there may be none.
         single: Whether the text ends with its first tag; else text and tags may follow.
     """
@@ -285,7 +285,7 @@ class Constraint:
     completion is drawn only where the text is complete.
 
     Attributes:
-        form: What `texts` describe it by.
+        form: Form of the description in `texts`.
         texts: The choices, at least one; of TAGGED, none; else the one description.
         tagged: The description of TAGGED; else None.
     """
@@ -331,7 +331,7 @@ class EngineRequest:
         routed_experts_from: First position whose experts are wanted, at most ``P``; None: of none.
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
             None: of none.
-        constraint: What its text must be like; None: anything.
+        constraint: A constraint of its text; None: any text.
     """
 
     request_id: str

@@ -62,7 +62,7 @@ class ImageUnreadable(RolloutServerError):
         self.problem = problem
 
 
-class ImagePlaceholders(RolloutServerError):
+class PlaceholderMismatch(RolloutServerError):
     """The prompt has another number of placeholder ids for an image than the model makes of it."""
 
     def __init__(

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from treadle.rollout_server.config.command_line import PROGRAM, ConfigError, parse
+from treadle.rollout_server.config.command_line import PROGRAM, ServerConfigError, parse
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.observability import logs
 from treadle.tracing.child_process import write_ready
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.main(words[1:])
     try:
         config = parse(words)
-    except ConfigError as error:
+    except ServerConfigError as error:
         sys.stderr.write(f"{PROGRAM}: {error}\n")
         return 2
     logs.set_up(config.log_level, config.log_format)

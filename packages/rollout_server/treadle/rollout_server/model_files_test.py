@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.engines.fake.engine import create
 from treadle.rollout_server.model_files import read_model, read_parameters, tokenizer_sha256
@@ -59,7 +59,7 @@ def test_what_the_model_cannot_do_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.asyncio
 async def test_the_fake_engine_claims_the_model_it_is_given(tmp_path: Path) -> None:
-    config = ServerConfig(model=ModelConfig(path=model_directory(tmp_path)))
+    config = ServerConfig(model=ServedModelConfig(path=model_directory(tmp_path)))
     engine = await create(config)
     assert engine.info.model == read_model(tmp_path)
     assert engine.info.parameters == read_parameters(tmp_path)

@@ -51,7 +51,7 @@ class Replica:
     Attributes:
         config: Bounds of admission and updates.
         clock: Times leases, retries and latency.
-        time_use: What the time since the start went to.
+        time_use: Seconds since the start, by cause.
     """
 
     def __init__(self, config: ServerConfig, clock: Clock) -> None:

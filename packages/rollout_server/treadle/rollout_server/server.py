@@ -88,7 +88,6 @@ async def serve(
     """Runs a server for as long as the block lasts.
 
     Args:
-        config: What to serve and where.
         factory: Builds the engine; default: the factory of `config.engine`.
         clock: Times leases and latency; default: the event loop.
 

@@ -20,7 +20,6 @@ def check_tensors(
 
     Args:
         parameters: `EngineInfo.parameters`; None takes any set of distinct names.
-        announced: What is to be loaded.
 
     Raises:
         TensorMismatch: A tensor is unknown, announced twice, of another shape, or missing.

@@ -35,11 +35,7 @@ def answer_spec(name: str, description: str, answer: str) -> ToolSpec:
 
 
 class AnswerCheck:
-    """Opens a session per trajectory with the ground truth of its row.
-
-    Args:
-        spec: What the model is told.
-    """
+    """Opens a session per trajectory with the ground truth of its row."""
 
     def __init__(self, *, spec: ToolSpec, check: Check) -> None:
         self.spec = spec

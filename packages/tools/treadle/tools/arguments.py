@@ -44,7 +44,7 @@ def require_extra(what: str, module: str, extra: str) -> None:
 
     Args:
         what: Needs it, for the error.
-        extra: Of this package, that installs it.
+        extra: Name of this package's extra that installs it.
 
     Raises:
         SetupError: The module is not installed.

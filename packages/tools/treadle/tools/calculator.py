@@ -29,7 +29,7 @@ class CalculatorTool:
 
     Args:
         config: No settings are known; any key is an error.
-        spec: What the model is told, if not `SPEC`. It must keep the argument `expression`.
+        spec: Description for the model; None: `SPEC`. It must keep the argument `expression`.
     """
 
     def __init__(

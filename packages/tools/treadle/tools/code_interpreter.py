@@ -146,7 +146,7 @@ class CodeInterpreterTool:
     """verl's `SandboxFusionTool`, with a choice of sandboxes.
 
     Args:
-        spec: What the model is told, if not `SPEC`. The call takes `code`, and `timeout`
+        spec: Description for the model; None: `SPEC`. The call takes `code`, and `timeout`
             (seconds, at most `default_timeout`) and `language` where the spec offers them.
 
     Raises:

@@ -1,7 +1,7 @@
 import asyncio
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace, TracebackType
+from types import SimpleNamespace
 from typing import Self
 
 import pytest
@@ -60,12 +60,7 @@ class RecordingSandbox:
         self.entered += 1
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         self.left += 1
 
     async def run(self, program: Program) -> Execution:

@@ -29,7 +29,7 @@ class Geometry3kTool(AnswerCheck):
 
     Args:
         config: No settings are known; any key is an error.
-        spec: What the model is told, if not `SPEC`.
+        spec: Description for the model; None: `SPEC`.
 
     Raises:
         SetupError: There is a setting, or math-verify is not installed.

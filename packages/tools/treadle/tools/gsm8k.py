@@ -28,7 +28,7 @@ class Gsm8kTool(AnswerCheck):
 
     Args:
         config: No settings are known; any key is an error.
-        spec: What the model is told, if not `SPEC`.
+        spec: Description for the model; None: `SPEC`.
     """
 
     def __init__(

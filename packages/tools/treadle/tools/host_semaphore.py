@@ -23,7 +23,6 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from treadle.agent_loop import SetupError
@@ -73,12 +72,7 @@ class HostSemaphore:
         asyncio.get_running_loop().add_reader(self._events, self._on_event)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Closes it; slots still held are given back."""
         asyncio.get_running_loop().remove_reader(self._events)
         os.close(self._events)

@@ -25,7 +25,7 @@ def resolve(
     """Returns a value without references.
 
     Args:
-        value: As written; lists and mappings are resolved within.
+        value: A raw value; lists and mappings are resolved within.
         key: The dotted key that has the value, from which relative references start.
         look_up: Returns the value of a key as written; raises a KeyError if it has none.
         within: The keys that led here.

@@ -67,7 +67,7 @@ def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> 
 
     Args:
         name: `package.module.Class`, or verl's name of a class that exists here.
-        kind: What the class makes, as "tool".
+        kind: The kind of object that the class makes, as "tool".
 
     Raises:
         SetupError: There is no such class.

@@ -19,6 +19,7 @@ import json
 import math
 import os
 import signal
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ __all__ = [
     "ENDS_BY_ITSELF",
     "child_python_path",
     "end_now",
+    "piped_child",
     "program_of",
     "supervised",
     "write_ready",
@@ -86,6 +88,27 @@ def end_now(process: Signalled) -> None:
     """Ends a supervised program and everything below it with SIGKILL; does not wait."""
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGCONT)  # it may have been stopped
+
+
+def piped_child(
+    module: str, log_path: Path, *, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[bytes]":
+    """Starts a module that reads lines and answers in lines; what else it prints goes to a log.
+
+    Raises:
+        OSError: The process cannot be started, or the log cannot be written.
+    """
+    log_path.parent.mkdir(parents=True, exist_ok=True)
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            supervised([sys.executable, "-P", "-m", module]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            # Ctrl-C reaches only the parent, which then ends it.
+            start_new_session=True,
+        )
 
 
 def program_of(pid: int) -> int:

@@ -42,7 +42,7 @@ class InertFormatter(logging.Formatter):
     """Formats log records as inert text, tracebacks included.
 
     Args:
-        style: As in `logging`; None means time, level, logger and message.
+        style: A format of `logging`; None: time, level, logger and message.
     """
 
     def __init__(self, style: str | None = None) -> None:

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from treadle.tracing.finished import FinishedSpan
@@ -52,7 +51,7 @@ class QueuedSink:
     """Queues spans for `writer`. Close it, or use it with `with` or `async with`.
 
     Args:
-        name: What the warnings call it: a file, an address, a service.
+        name: Name in the warnings: a file, an address, a service.
         writer: Receives the spans, in the order of `record`.
         capacity: Maximum number of spans that wait for the writer.
         batch: Maximum number of spans per call of the writer.
@@ -155,23 +154,13 @@ class QueuedSink:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self.aclose()
 
     def _work(self, writer: SpanWriter) -> None:

@@ -84,7 +84,7 @@ def span(name: str, /, **attributes: object) -> SpanHandle:
     """Opens a span below the current one, for use with `with` or `async with`.
 
     Args:
-        name: What is being done, from a small fixed set ("turn", "tool"); what varies belongs in
+        name: Name of the operation, from a small fixed set ("turn", "tool"); the rest belongs in
             the attributes.
         **attributes: Known at the start; more can be added with `SpanHandle.set`.
 

@@ -31,7 +31,7 @@ from treadle.trainer.checkpoint.run_directory import (
     RunDirectoryError,
 )
 from treadle.trainer.config.schema import Config
-from treadle.trainer.config.sft import AnyConfig
+from treadle.trainer.config.sft import AnyConfig, ConfigT
 from treadle.trainer.demo import MODELS, is_demo_model
 from treadle.trainer.hub import download_model, is_model_id
 from treadle.trainer.report.seals import seal_file
@@ -55,7 +55,7 @@ def with_local_model(config: Config, *, weights: bool = True) -> Config:
     return local.model_copy(update={"algorithm": algorithm})
 
 
-def with_model(config: Config, path: Path) -> Config:
+def with_model(config: ConfigT, path: Path) -> ConfigT:
     """Returns the configuration with this `model.path`."""
     return config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
 
@@ -64,7 +64,7 @@ def resolve_model(source: Path | str, *, weights: bool = True, setting: str = "m
     """Returns the local directory of a model.
 
     Args:
-        source: As the table above says. An existing path wins over a Hub id.
+        source: One of the table above. An existing path wins over a Hub id.
         weights: Whether the tensors are needed too, not only configuration and tokenizer. For a
             checkpoint without a Hugging Face directory it is then written into the checkpoint;
             else the directory is that of the model that the run began with.

@@ -97,6 +97,28 @@ class Plan:
         )
         if (critic := config.used_critic) is not None:
             yield "critic", self._critic(critic)
+        yield from self._servers()
+        if rollout.top_p < 1 or rollout.top_k is not None:
+            yield (
+                "mismatch",
+                "servers report the distribution that top_p and top_k leave, the policy has the "
+                "whole: rollout/logprob_diff_* and rollout/kl show that too",
+            )
+        if offloaded := config.policy.offload.names:
+            yield "policy memory", f"{', '.join(offloaded)} in host memory between its phases"
+        if rollout.release_memory:
+            yield "server memory", self._memory_offload()
+        yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
+        if (schedule := self._schedule()) is not None:
+            yield "schedule", schedule
+        yield "launcher", config.launch.kind
+        yield "validation", self._validation()
+        yield "checkpoints", self._checkpoints()
+        yield "loggers", ", ".join(dict.fromkeys((*ALWAYS, *config.run.loggers)))
+        yield "seed", str(config.run.seed)
+
+    def _servers(self) -> Iterator[tuple[str, str]]:
+        config, rollout = self.config, self.config.rollout
         if rollout.addresses:
             yield (
                 "servers of others",
@@ -118,24 +140,6 @@ class Plan:
             )
         if settings := engine_settings(rollout):
             yield "engine", ", ".join(f"{key}={value}" for key, value in settings.items())
-        if rollout.top_p < 1 or rollout.top_k is not None:
-            yield (
-                "mismatch",
-                "servers report the distribution that top_p and top_k leave, the policy has the "
-                "whole: rollout/logprob_diff_* and rollout/kl show that too",
-            )
-        if offloaded := config.policy.offload.names:
-            yield "policy memory", f"{', '.join(offloaded)} in host memory between its phases"
-        if rollout.release_memory:
-            yield "server memory", self._memory_offload()
-        yield "weight sync", f"{config.sync.transport.kind}, lease {config.sync.lease_s:g} s"
-        if (schedule := self._schedule()) is not None:
-            yield "schedule", schedule
-        yield "launcher", config.launch.kind
-        yield "validation", self._validation()
-        yield "checkpoints", self._checkpoints()
-        yield "loggers", ", ".join(dict.fromkeys((*ALWAYS, *config.run.loggers)))
-        yield "seed", str(config.run.seed)
 
     def _critic(self, critic: CriticConfig) -> str:
         updates = (

@@ -127,7 +127,7 @@ class Branch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class BranchPlan:
     """The prompt of a request, and the branch that its completion is written to.
 
     Attributes:
@@ -160,7 +160,7 @@ class Plan:
         """The images of the prompt."""
         return _joined(self.branch.transcript.images, len(self.branch.transcript), self.observed)
 
-    def sibling(self) -> "Plan":
+    def sibling(self) -> "BranchPlan":
         """Returns the plan of another answer to this request; before this one is written."""
         branch = Branch(
             Rendering(ids=self.prompt, images=self.images),
@@ -236,7 +236,7 @@ class Draft:
             for message in new
         )
 
-    def render(self, renderer: ChatRenderer, fit: TemplateFit) -> Plan:
+    def render(self, renderer: ChatRenderer, fit: TemplateFit) -> BranchPlan:
         """Renders the request's new messages.
 
         If the template cannot continue from the shared ids, the whole conversation is rendered
@@ -263,7 +263,7 @@ class Draft:
             return self._anew(renderer, fit, how, is_answer=bool(rest), why=why)
         if self.whole:
             rewritten = self.base.num_rewritten
-            return Plan(
+            return BranchPlan(
                 how=Continuation.REALIGNED if rewritten else Continuation.EXACT,
                 branch=self.base.branch,
                 observed=new,
@@ -290,7 +290,7 @@ class Draft:
         *,
         is_answer: bool,
         why: str | None,
-    ) -> Plan:
+    ) -> BranchPlan:
         fitted = fit.opening(fit.without_preambles(self.messages))
         rendering = renderer.render(fitted, tools=self.tools)
         branch = Branch(rendering, self.messages, self.tools)
@@ -326,7 +326,9 @@ def make_draft(
     )
 
 
-def plan_ids(branches: Sequence[Branch], prompt: tuple[int, ...], renderer: ChatRenderer) -> Plan:
+def plan_ids(
+    branches: Sequence[Branch], prompt: tuple[int, ...], renderer: ChatRenderer
+) -> BranchPlan:
     """Finds the branch that a prompt of ids continues: the longest one that it begins with.
 
     Raises:
@@ -346,7 +348,7 @@ def plan_ids(branches: Sequence[Branch], prompt: tuple[int, ...], renderer: Chat
     if whole:
         branch = max(whole, key=lambda branch: len(branch.transcript))
         rest = prompt[len(branch.transcript) :]
-        return Plan(
+        return BranchPlan(
             how=Continuation.EXACT,
             branch=branch,
             observed=Rendering(ids=rest),
@@ -431,8 +433,8 @@ def _brief(message: Message) -> str:
 
 def _fresh(
     how: Continuation, branch: Branch, *, is_answer: bool = False, why: str | None = None
-) -> Plan:
-    return Plan(
+) -> BranchPlan:
+    return BranchPlan(
         how=how,
         branch=branch,
         observed=Rendering(ids=()),

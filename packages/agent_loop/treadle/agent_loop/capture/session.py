@@ -47,9 +47,9 @@ from typing import Self
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.capture.branch import (
     Branch,
+    BranchPlan,
     Continuation,
     Draft,
-    Plan,
     make_draft,
     plan_ids,
 )
@@ -132,7 +132,6 @@ class CapturedSession:
 
     Args:
         task: The task to attempt. The agent decides how it uses the task's messages.
-        services: What the session works with. The tools are the agent's own.
     """
 
     def __init__(self, task: AgentTask, services: Services) -> None:
@@ -305,7 +304,7 @@ class CapturedSession:
 
         Args:
             prompt: [P] ids, at least one.
-            n: As in `choices`, as are the others.
+            n: Number of samples; the other arguments are those of `choices`.
             max_tokens: Additional bound on each answer, besides the limits.
             sampling: Replaces the run's sampling parameters.
             seed: Seed of the first completion.
@@ -332,7 +331,7 @@ class CapturedSession:
 
     async def _answer(
         self,
-        plan: Plan,
+        plan: BranchPlan,
         *,
         n: int,
         max_tokens: int | None,
@@ -369,7 +368,7 @@ class CapturedSession:
 
     async def _sample(
         self,
-        plan: Plan,
+        plan: BranchPlan,
         *,
         left: int,
         sampling: SamplingParams | None,
@@ -421,20 +420,20 @@ class CapturedSession:
         )
         return turn, cut.uncut, completion.num_tokens - cut.completion.num_tokens
 
-    async def _plan(self, draft: Draft) -> Plan:
+    async def _plan(self, draft: Draft) -> BranchPlan:
         try:
             return await self._rendered(draft)
         except PromptTooLongError as error:
             raise self._refusal(StopReason.CONTEXT_LENGTH, str(error)) from error
 
-    async def _rendered(self, draft: Draft) -> Plan:
+    async def _rendered(self, draft: Draft) -> BranchPlan:
         """Renders a draft, beside the event loop if it is long."""
         if draft.num_characters < _LONG:
             return draft.render(self._renderer, self._fit)
         return await asyncio.to_thread(draft.render, self._renderer, self._fit)
 
     @contextmanager
-    def _extending(self, plan: Plan, n: int) -> Iterator[None]:
+    def _extending(self, plan: BranchPlan, n: int) -> Iterator[None]:
         """Reserves the branch for this request, and counts its answers against the limits."""
         plan.branch.busy = True
         self._under_way += n
@@ -516,7 +515,7 @@ class CapturedSession:
     def _by_age(self) -> list[Branch]:
         return sorted(self._branches, key=lambda branch: branch.last_request)
 
-    def _tokens_left(self, plan: Plan, n: int) -> int:
+    def _tokens_left(self, plan: BranchPlan, n: int) -> int:
         """Returns the maximum number of tokens of each of n completions; at least 1."""
         limits, transcript = self._services.limits, plan.branch.transcript
         prompt = transcript.num_prompt_tokens
@@ -550,7 +549,7 @@ class CapturedSession:
             stop=stop,
         )
 
-    def _write(self, plan: Plan, turn: CapturedTurn, *, uncut: str | None) -> None:
+    def _write(self, plan: BranchPlan, turn: CapturedTurn, *, uncut: str | None) -> None:
         branch = plan.branch
         is_new = branch.last_request < 0
         branch.write(

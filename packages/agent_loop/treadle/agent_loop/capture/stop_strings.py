@@ -41,7 +41,7 @@ def cut_at_stop(
     """Cuts a completion at the first stop string, and parses it.
 
     Args:
-        tools: As in `ChatRenderer.parse`; without tools, calls stay in the text.
+        tools: Without tools, calls stay in the text.
     """
     ids = completion.token_ids
     read = functools.partial(_read, renderer, tools=tools, prompt=prompt)

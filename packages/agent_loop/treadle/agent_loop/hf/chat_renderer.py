@@ -64,8 +64,8 @@ class HfRenderer:
         parser: Parser of tool calls and reasoning, or its name. None means the template's, or
             hermes if the template's is not known.
         template_kwargs: Passed to the template, for example `enable_thinking`.
-        unclosed: What a call is behind reasoning that was never closed; a parser that is no name
-            has its own rule.
+        unclosed: The meaning of a call behind reasoning that was never closed; a parser object has
+            its own.
         placeholders: Expands the placeholders of images; or a string that says why messages
             cannot have images.
 
@@ -237,7 +237,7 @@ class HfRenderer:
         wrote of it. Nothing of the turn that the template was rendered with is in it.
 
         Args:
-            closing: What the template writes between a turn's text and its end.
+            closing: Text of the template between a turn's text and its end.
         """
         text = self.decode(self._turn(ids))
         if marks := self._unclosed(text):

@@ -201,8 +201,8 @@ class AfterTurn:
     """The text that follows a turn.
 
     Attributes:
-        closing: What the template writes between the turn's text and its end; of a turn with
-            calls only the white space, because what is before belongs to the synthetic call.
+        closing: Text of the template between the turn's text and its end; in a turn with calls only
+            the white space, because the text before belongs to the synthetic call.
         text: The end of the turn, the messages, and the next header.
         ends: If the model sampled one of these tokens, it replaces the end at the start of `text`.
     """
@@ -226,10 +226,9 @@ class ChatTemplate:
             because it expects them in the content or has no tools.
         tool_problem: Why tool results cannot be shown to the model; None if they can.
         shows_tools: Whether a prompt with tools differs from one without.
-        plain_closing: What the template writes between the text of a turn without calls and its
-            end.
-        headers: What the template writes between a message and the assistant's turn, from the
-            first added token on.
+        plain_closing: Text of the template between the text of a turn without calls and its end.
+        headers: Text of the template between a message and the assistant's turn, from the first
+            added token on.
         opened: How the template begins a turn without calls, from the header on.
 
     Raises:

@@ -67,9 +67,6 @@ class Turn:
 class Conversation:
     """One conversation of a trajectory in progress; the constructor makes the first one.
 
-    Args:
-        services: What the loop works with.
-
     Raises:
         RenderError: The template refuses the task's messages.
         PromptTooLongError: The prompt leaves no room for a single token.
@@ -281,10 +278,11 @@ class Conversation:
         order in which they began.
 
         Args:
-            reward: Of the trajectory; None: it is scored later.
-            sample_rewards: Of players, in the order of the samples; empty: they share the reward.
-            tool_rewards: As the tools gave them, in the order of the calls.
-            turn_scores: As the interaction gave them, in the order of the turns.
+            reward: Reward of the trajectory; None: it is scored later.
+            sample_rewards: Rewards of players, in the order of the samples; empty: they share the
+                reward.
+            tool_rewards: One per tool call, in the order of the calls.
+            turn_scores: Scores of the interaction, in the order of the turns.
         """
         everyone = self._all
         spoken = [c for c in everyone if c is not self and c._assistant_turns]

@@ -31,8 +31,8 @@ class Score:
 
     Attributes:
         value: The reward; a number of at most 1e100 in magnitude.
-        answer: What the trajectory answered, as the reward read it; validation counts equal texts
-            as votes. None if it gave none, or the reward reads none.
+        answer: The trajectory's answer as the reward read it; validation counts equal texts as
+            votes. None if it gave none, or the reward reads none.
 
     Raises:
         ValueError: The value is no such number.

@@ -89,9 +89,6 @@ class LoopRegistry:
     def required_capabilities(self, names: Iterable[str]) -> frozenset[str]:
         """Returns what servers must be able to do for loops, named as in the contract.
 
-        Args:
-            names: Of the loops that will run.
-
         Raises:
             UnknownLoopError: There is no such loop.
         """
@@ -105,7 +102,7 @@ class LoopRegistry:
         A loop that does not close is logged, and the result of the run stands.
 
         Args:
-            names: Of the loops that will run; each loop is opened once.
+            names: Loops that will run; each one is opened once.
 
         Raises:
             SetupError: A loop does not open; the others have been closed.

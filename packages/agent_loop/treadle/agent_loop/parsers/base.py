@@ -41,8 +41,8 @@ class Settled:
     """The part of a text that is certain before its end has come.
 
     Attributes:
-        reasoning: What `ParsedText.reasoning` will begin with.
-        content: What `ParsedText.content` will begin with, except that the white space before it is
+        reasoning: The beginning of what is `ParsedText.reasoning`.
+        content: The beginning of `ParsedText.content`, except that the white space before it is
             dropped if calls follow.
     """
 
@@ -99,7 +99,7 @@ class StreamingParser(ToolCallParser, Protocol):
 
         Args:
             text: The beginning of a decoded completion.
-            prompt_end: As in `ToolCallParser.parse`; "" settles no reasoning.
+            prompt_end: See `ToolCallParser.parse`; "" settles no reasoning.
         """
         ...
 

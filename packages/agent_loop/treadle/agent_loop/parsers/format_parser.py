@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
 from treadle.agent_loop.parsers.base import ParsedText, Settled, without_partial
-from treadle.agent_loop.parsers.scan import Block, Scan, Thoughts
+from treadle.agent_loop.parsers.scan import ReasoningBlock, Scan, Thoughts
 from treadle.agent_loop.parsers.schema_values import Schemas
 from treadle.agent_loop.parsers.thinking import Thinking, UnclosedReasoning
 from treadle.agent_loop.tokens.renderer import CallFrame
@@ -69,8 +69,8 @@ class FormatParser:
     Args:
         thinking: The marks of reasoning. None means that there is no reasoning.
         separates: Whether reasoning is set apart; else it stays in the content.
-        frame: What is written before and after the content. The format of calls reports it.
-        unclosed: What a call is behind reasoning that was never closed.
+        frame: Text before and after the content. The format of calls reports it.
+        unclosed: The meaning of a call behind reasoning that was never closed.
 
     Attributes:
         thinking: The marks of reasoning, None if there is none.
@@ -125,7 +125,7 @@ class FormatParser:
             marks=self._marks,
             unclosed=unclosed,
             rule=self._unclosed,
-            first=Block(start=0, stop=start, closed=closed),
+            first=ReasoningBlock(start=0, stop=start, closed=closed),
         )
         scan = Scan(text, start=start, new_id=new_id, thoughts=thoughts)
         read(scan, schemas)

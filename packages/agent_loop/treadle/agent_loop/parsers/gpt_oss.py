@@ -54,7 +54,7 @@ class GptOssParser:
     """A `ToolCallParser` for harmony turns.
 
     Args:
-        unclosed: What a call is with which an analysis message ends that was never closed.
+        unclosed: The meaning of a call at the end of an analysis message that was never closed.
     """
 
     stop_tokens: tuple[str, ...] = (_CALL, _RETURN)

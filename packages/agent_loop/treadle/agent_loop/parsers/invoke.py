@@ -28,7 +28,7 @@ class InvokeMarks:
     Attributes:
         block: Names of the element around the calls; the first one is written.
         prefix: Prefix of every other element's name.
-        lead: What stands before each mark.
+        lead: Text that stands before each mark.
         typed: Whether parameters state if they are strings (`string="true"`) or JSON. Otherwise
             the tool's schema tells (`schema_values`).
     """

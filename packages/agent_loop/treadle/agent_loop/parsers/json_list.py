@@ -15,7 +15,7 @@ class ItemKeys:
     """The keys of an item.
 
     Attributes:
-        id: Of the call's id, which may be missing.
+        id: Name of the call's id, which may be missing.
     """
 
     name: str = "name"

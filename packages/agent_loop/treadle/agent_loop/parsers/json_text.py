@@ -43,7 +43,8 @@ def decode_json(text: str, start: int = 0) -> tuple[object, int]:
     except json.JSONDecodeError as error:
         cut = error.msg.startswith("Unterminated string")
         kind = _CutStringError if cut else CallError
-        raise kind(f"{error.msg} at character {error.pos - start} of its JSON") from None
+        message = error.msg.removesuffix(" at")  # as of an invalid control character
+        raise kind(f"{message} at character {error.pos - start} of its JSON") from None
     except RecursionError:
         raise CallError(_TOO_DEEP) from None
     except ValueError as error:

@@ -23,6 +23,7 @@ def test_ids_are_kept_or_made_as_the_templates_want_them() -> None:
         ('f{"a": 1}', "must be written as [TOOL_CALLS]NAME[ARGS]ARGUMENTS", None),
         ("", "must be written as [TOOL_CALLS]NAME[ARGS]ARGUMENTS", None),
         ("f[ARGS]a=1", "Expecting value at character 0 of its JSON", "f"),
+        ('f[ARGS]{"a": "x\ny"}', "Invalid control character at character 8 of its JSON", "f"),
         ("f[ARGS]3", "must be a JSON object, got a number", "f"),
         ('f[ARGS]{"a": "x', "Unterminated string", "f"),
         ('[{"name": "f", "arguments": {}}', "Expecting ',' delimiter", None),

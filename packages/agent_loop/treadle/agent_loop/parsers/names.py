@@ -118,7 +118,7 @@ def parser_named(
 
     Args:
         name: One of `PARSER_NAMES` or `PARSER_ALIASES`.
-        unclosed: What a call is behind reasoning that was never closed.
+        unclosed: The meaning of a call behind reasoning that was never closed.
 
     Raises:
         SetupError: There is no such parser.

@@ -8,9 +8,10 @@
     </function>
     </tool_call>
 
-Invariant: an argument ends at the first `</parameter>`; one line feed on either side belongs to the
-template. The tool's schema tells its type (`schema_values`). The models sometimes leave out
-`<tool_call>`; a complete `<function=...></function>` without it is a call too.
+Invariant: an argument ends at the first `</parameter>`; one line break on either side belongs to
+the template. A `<parameter=` that begins a line before it is the next argument, and this one was
+not closed; elsewhere it is text. The tool's schema tells its type (`schema_values`). The models
+sometimes leave out `<tool_call>`; a complete `<function=...></function>` without it is a call too.
 """
 
 import re
@@ -27,6 +28,7 @@ _CLOSE = "</tool_call>"
 _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
+_NEXT_PARAMETER = f"\n{_PARAMETER}"
 _PARAMETER_END = "</parameter>"
 _FUNCTION_HEAD = re.compile(r"<function=([^<>\n]+)>")
 _PARAMETER_HEAD = re.compile(r"<parameter=([^<>\n]+)>")
@@ -106,14 +108,20 @@ def _read_function(scan: Scan, schemas: Schemas, start: int) -> tuple[str, dict[
             )
         key, start = parameter[1].strip(), parameter.end()
         end = scan.find(_PARAMETER_END, start)
-        if end < 0 or 0 <= scan.find(_PARAMETER, start) < end:
+        if end < 0 or 0 <= scan.find(_NEXT_PARAMETER, start) < end:
             raise CallError(f"the parameter {key!r} is not closed by {_PARAMETER_END}")
         if key in arguments:
             raise CallError(f"the parameter {key!r} is given twice")
-        text = scan.text[start:end].removeprefix("\n").removesuffix("\n")
-        arguments[key] = schemas.read(name, key, text)
+        arguments[key] = schemas.read(name, key, _without_breaks(scan.text[start:end]))
         place = end + len(_PARAMETER_END)
     return name, arguments, stop
+
+
+def _without_breaks(text: str) -> str:
+    """Returns the text without the line break on either side, which may be one of Windows."""
+    begin = 2 if text.startswith("\r\n") else text.startswith("\n")
+    text = text[begin:]
+    return text[: -2 if text.endswith("\r\n") else len(text) - text.endswith("\n")]
 
 
 def _closed(scan: Scan, stop: int) -> int:
@@ -132,7 +140,7 @@ def _write_call(call: ToolCall) -> str:
     for key, value in call.arguments.items():
         text = value if isinstance(value, str) else write_json(value)
         lines.append(f"{_PARAMETER}{_tag(key)}>")
-        lines.append(writable(text, _PARAMETER, _PARAMETER_END))
+        lines.append(writable(f"\n{text}", _NEXT_PARAMETER, _PARAMETER_END)[1:])
         lines.append(_PARAMETER_END)
     return "\n".join([*lines, _FUNCTION_END, _CLOSE])
 

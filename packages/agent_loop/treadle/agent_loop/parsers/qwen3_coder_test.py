@@ -20,7 +20,7 @@ GOOD = "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n</function>\n
         ("<function=f>\nx\n</function>", "expected <parameter=NAME> or </function>, got 'x", "f"),
         ("<function=f><parameter=a>x</function>", "'a' is not closed by </parameter>", "f"),
         (
-            "<function=f><parameter=a>x<parameter=b>y</parameter></function>",
+            "<function=f><parameter=a>x\n<parameter=b>y</parameter></function>",
             "'a' is not closed by </parameter>",
             "f",
         ),
@@ -57,7 +57,17 @@ def test_a_mention_in_prose_is_prose(text: str) -> None:
     assert (parsed.calls, parsed.malformed, parsed.content) == ((), (), text)
 
 
-def test_one_line_feed_on_either_side_is_the_templates() -> None:
+def test_an_argument_may_speak_of_arguments() -> None:
+    call = PARSER.parse(GOOD.replace("\nx\n", "\nuse <parameter=name> here\n")).calls[0]
+    assert call.arguments == {"a": "use <parameter=name> here"}
+    assert PARSER.parse(PARSER.render("", [call])).calls[0].arguments == call.arguments
+    with pytest.raises(ValueError, match="the format cannot write"):
+        PARSER.render("", [ToolCall(id="c", name="f", arguments={"a": "<parameter=b>"})])
+
+
+def test_one_line_break_on_either_side_is_the_templates() -> None:
+    windows = GOOD.replace("\n", "\r\n")
+    assert PARSER.parse(windows).calls[0].arguments == {"a": "x"}
     text = GOOD.replace("\nx\n", "\n\n  x\n\n")
     assert PARSER.parse(text).calls[0].arguments == {"a": "\n  x\n"}
     assert PARSER.parse(GOOD.replace("\nx\n", "x")).calls[0].arguments == {"a": "x"}

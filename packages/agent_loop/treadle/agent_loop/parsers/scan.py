@@ -20,7 +20,7 @@ _SPACE = re.compile(r"\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class ReasoningBlock:
     """A reasoning in the text, with its marks.
 
     Attributes:
@@ -33,7 +33,7 @@ class Block:
     closed: bool
 
 
-_NO_BLOCK: Final = Block(start=0, stop=0, closed=True)
+_NO_BLOCK: Final = ReasoningBlock(start=0, stop=0, closed=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class Thoughts:
     Attributes:
         marks: The beginnings of calls, which count outside of it only.
         unclosed: Returns where a reasoning ends that begins at a position and is not closed.
-        rule: What a call behind such a reasoning is.
+        rule: The meaning of a call behind such a reasoning.
         first: The one before `Scan.start`; None if there is none.
     """
 
@@ -51,7 +51,7 @@ class Thoughts:
     marks: Container[str]
     unclosed: Callable[[int], int]
     rule: UnclosedReasoning
-    first: Block | None
+    first: ReasoningBlock | None
 
 
 class Scan:
@@ -268,7 +268,7 @@ class Scan:
             self._seen = stop
         self._seen = max(self._seen, stop)
 
-    def _block_before(self, thoughts: Thoughts, place: int) -> Block:
+    def _block_before(self, thoughts: Thoughts, place: int) -> ReasoningBlock:
         """Returns the last reasoning that begins before a position; an empty one if none does."""
         opening, closing = thoughts.thinking.open, thoughts.thinking.close
         while 0 <= (start := self._find(opening, self._seen)) <= place:
@@ -276,7 +276,7 @@ class Scan:
             if end < 0 and self._last_calls < start:
                 self._last_calls = thoughts.unclosed(start)
             self._seen = self._last_calls if end < 0 else end + len(closing)
-            self._blocks.append(Block(start=start, stop=self._seen, closed=end >= 0))
+            self._blocks.append(ReasoningBlock(start=start, stop=self._seen, closed=end >= 0))
         before = (block for block in reversed(self._blocks) if block.start <= place)
         return next(before, _NO_BLOCK)
 

@@ -55,7 +55,7 @@ class ValueSchema:
 
     Args:
         schema: A JSON schema; anything else allows any value.
-        root: What local references in it lead into.
+        root: The schema that local references in it lead into.
     """
 
     def __init__(self, schema: object, *, root: Mapping[str, object]) -> None:

@@ -45,8 +45,8 @@ class Sample:
     Attributes:
         parser: Name of the parser that reads it.
         text: The turn without the token that ends it.
-        first: What the first call begins with.
-        prompt_end: What the template has written before it.
+        first: The beginning of the first call.
+        prompt_end: Text that the template has written before it.
     """
 
     parser: str

@@ -51,8 +51,7 @@ class SessionAdmin:
     Args:
         sessions: The open sessions of the endpoint.
         services: Provides generator, renderer, limits and sampling.
-        sampling: What to do with the agents' sampling parameters.
-        constraints: What to do where agents ask to constrain the sampling.
+        constraints: The treatment of requests to constrain the sampling.
         deadline_s: Seconds after which a session is discarded.
         max_sessions: Maximum number of open sessions.
         max_session_requests: Maximum number of in-flight requests per session.

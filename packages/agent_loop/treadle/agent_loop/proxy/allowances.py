@@ -64,7 +64,7 @@ class Allowances:
     """Counts of what was let pass, in one request or in all of a session.
 
     Args:
-        constraints: What to do with a request to constrain the sampling.
+        constraints: The treatment of requests to constrain the sampling.
         calls_enforced: Whether constraints of calls are enforced, and not let pass.
 
     Attributes:
@@ -89,7 +89,7 @@ class Allowances:
         Args:
             name: Under which it is counted.
             param: Its place in the request.
-            problem: What is wrong with it, and what to do.
+            problem: The problem of the request, and its fix.
 
         Raises:
             ApiError: Constraints are refused.

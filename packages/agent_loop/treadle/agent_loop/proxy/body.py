@@ -22,7 +22,7 @@ class Bodies:
     """The bodies that one endpoint reads.
 
     Args:
-        max_bytes: Of all bodies that have not arrived completely.
+        max_bytes: Maximum for all bodies that have not arrived completely.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -28,8 +28,7 @@ def call_constraint(
     it, without reasoning. The arguments of a tool that is not strict are any object.
 
     Args:
-        tools: Those of the request; at least one.
-        rules: What is to be enforced.
+        tools: Tools of the request; at least one.
     """
     tags = []
     frame: CallFrame | None = None

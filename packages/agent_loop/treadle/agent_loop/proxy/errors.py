@@ -40,7 +40,7 @@ class ApiError(Exception):
     """An error answer to a request.
 
     Attributes:
-        code: What went wrong, for programs.
+        code: Kind of the error, for programs.
         param: The part of the request that is wrong.
         retry_after_s: When to retry; None means any time.
     """

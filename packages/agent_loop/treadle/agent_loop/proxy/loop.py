@@ -64,10 +64,10 @@ class ProxyAgentLoop:
 
     Args:
         agent: A function, or the command of a program (see `CommandAgent`).
-        on_crash: What to do with the trajectory of an agent that crashed.
-        sampling: What to do with the temperature and top_p that the agent asks for.
-        constraints: What to do where the agent asks to constrain the sampling, as many frameworks
-            do by default.
+        on_crash: The treatment of the trajectory of an agent that crashed.
+        sampling: The treatment of the temperature and top_p that the agent sends.
+        constraints: The treatment of requests to constrain the sampling, which many frameworks send
+            by default.
         api_key: Key of all sessions, for agents that read it from one variable of their process;
             a session's address, which nobody can guess, then tells it apart. None: each session
             has a key.

@@ -12,7 +12,6 @@ import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -150,12 +149,7 @@ class SharedServer:
             self._users += 1
             return self._address
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await run_shielded(self._leave(), timeout_s=_STOP_S)
 
     def _start(self) -> None:
@@ -197,7 +191,6 @@ def check_exposure(host: str, *, tls: TlsFiles | None, allow: str, allowed: bool
     """Refuses plain text beyond loopback, where every session's key could be read on the way.
 
     Args:
-        tls: What the server serves with.
         allow: How the caller's user allows it.
 
     Raises:

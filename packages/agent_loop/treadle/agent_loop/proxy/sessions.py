@@ -50,8 +50,7 @@ class EndpointSession:
 
     Args:
         services: Provides the renderer and the run's sampling parameters.
-        sampling: What to do with the agent's sampling parameters.
-        constraints: What to do with its requests to constrain the sampling.
+        constraints: The treatment of requests to constrain the sampling.
         max_in_flight: Maximum number of in-flight requests.
         key: The API key. None: a random one, for this session only.
 
@@ -60,7 +59,7 @@ class EndpointSession:
         reward: The last reward that the agent posted; None if there is none.
         failure: Why the servers failed the last request; None if they did not.
         refused: The limit that forbade the last request; None if it was allowed.
-        allowed: What was let pass in the requests so far.
+        allowed: Problems that were let pass in the requests so far.
         answered: The conversations that a request may continue by the id of their last answer.
     """
 

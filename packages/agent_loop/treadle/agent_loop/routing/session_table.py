@@ -46,7 +46,7 @@ class ReplicaEntry:
         orders: Are told of each change of its sessions and of their length.
         draining: Whether it accepts no new session.
         last_chosen: Number of the choice that last picked it; -1 if none did.
-        sessions: Those that are placed on it, by name.
+        sessions: Sessions that are placed on it, by name.
     """
 
     address: str
@@ -156,7 +156,7 @@ class SessionTable:
     """The replicas and their open sessions; the common part of both policies.
 
     Args:
-        orders: Of the replicas, as the policy needs them.
+        orders: Orders of the replicas that the policy needs.
 
     Raises:
         ValueError: An address is given twice.

@@ -340,7 +340,7 @@ async def connect(
     Args:
         addresses: host:port of every replica; at least one, unless there is a `router`.
         router: host:port of a routing service, which knows the replicas; None means no router.
-        requirements: What the replicas must offer; None means log-probabilities only.
+        requirements: Capabilities that the replicas must offer; None: log-probabilities only.
         security: TLS and token, for the replicas and the router; None means plain.
         policy: Spreads sessions over `addresses`, which `connect` adds to it; None means
             `StickySession()`. A routing service has its own policy.

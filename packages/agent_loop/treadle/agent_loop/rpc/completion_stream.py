@@ -62,15 +62,15 @@ class CompletionStream:
         vocab_size: Vocabulary size of the server's model.
         min_weight_version: Oldest weight version that the request accepts.
         num_prompt_tokens: Number of ids in the request's prompt.
-        asked_experts: What the request asks for, without any row; None: no experts.
+        asked_experts: The requested rows, without any row; None: no experts.
         num_prompt_logprobs: Number of log-probabilities of its prompt that the request asks for.
         chunks: Tokens so far; valid even if the stream fails afterwards.
-        prompt_logprobs: Those of the prompt so far; likewise.
+        prompt_logprobs: Log-probabilities of the prompt so far; likewise.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
         queue_s: Seconds from arrival at the server to the first step.
-        prefill_s: Those before the first token; None before the end, and of a server that does not
-            report them.
-        paused_s: Those in which sampling was paused.
+        prefill_s: Seconds before the first token; None before the end, and from a server that does
+            not report them.
+        paused_s: Seconds in which sampling was paused.
     """
 
     address: str

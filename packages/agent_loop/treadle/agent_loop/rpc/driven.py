@@ -121,7 +121,7 @@ def start_driven(argv: Sequence[str], *, module: str) -> DrivenProgram:
 
     Args:
         argv: The arguments that the driver gives.
-        module: What was started, for a message about them.
+        module: The started module, for a message about them.
 
     Raises:
         SystemExit: No driver started the process, or its arguments are wrong.

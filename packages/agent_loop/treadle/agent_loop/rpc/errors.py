@@ -42,22 +42,24 @@ class Action(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class StatusRule:
     """How one reason is handled."""
 
     error: type[GenerationError]
     action: Action
 
 
-_BUG = Rule(RequestRejectedError, Action.RAISE)
+_BUG = StatusRule(RequestRejectedError, Action.RAISE)
 
-RULES: dict[errors_pb2.ErrorReason, Rule] = {
-    errors_pb2.ERROR_REASON_UNSPECIFIED: Rule(ContractError, Action.RAISE),
+RULES: dict[errors_pb2.ErrorReason, StatusRule] = {
+    errors_pb2.ERROR_REASON_UNSPECIFIED: StatusRule(ContractError, Action.RAISE),
     errors_pb2.ERROR_REASON_DEADLINE_REQUIRED: _BUG,
-    errors_pb2.ERROR_REASON_PROMPT_TOO_LONG: Rule(PromptTooLongError, Action.RAISE),
-    errors_pb2.ERROR_REASON_OVERLOADED: Rule(OverloadedError, Action.WAIT),
-    errors_pb2.ERROR_REASON_PAUSED: Rule(ReplicaUnavailableError, Action.WAIT),
-    errors_pb2.ERROR_REASON_WEIGHT_VERSION_BEHIND: Rule(WeightVersionBehindError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_PROMPT_TOO_LONG: StatusRule(PromptTooLongError, Action.RAISE),
+    errors_pb2.ERROR_REASON_OVERLOADED: StatusRule(OverloadedError, Action.WAIT),
+    errors_pb2.ERROR_REASON_PAUSED: StatusRule(ReplicaUnavailableError, Action.WAIT),
+    errors_pb2.ERROR_REASON_WEIGHT_VERSION_BEHIND: StatusRule(
+        WeightVersionBehindError, Action.LEAVE
+    ),
     errors_pb2.ERROR_REASON_UPDATE_IN_PROGRESS: _BUG,
     errors_pb2.ERROR_REASON_UPDATE_UNKNOWN: _BUG,
     errors_pb2.ERROR_REASON_TENSOR_MISMATCH: _BUG,
@@ -65,29 +67,29 @@ RULES: dict[errors_pb2.ErrorReason, Rule] = {
     errors_pb2.ERROR_REASON_CHUNK_CORRUPT: _BUG,
     errors_pb2.ERROR_REASON_UPDATE_INCOMPLETE: _BUG,
     errors_pb2.ERROR_REASON_DELTA_BASE_MISMATCH: _BUG,
-    errors_pb2.ERROR_REASON_ENGINE_FAILED: Rule(EngineFailedError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_ENGINE_FAILED: StatusRule(EngineFailedError, Action.LEAVE),
     errors_pb2.ERROR_REASON_INVALID_FIELD: _BUG,
     errors_pb2.ERROR_REASON_CAPABILITY_MISSING: _BUG,
     errors_pb2.ERROR_REASON_FILE_OUTSIDE_ROOT: _BUG,
     errors_pb2.ERROR_REASON_FILE_UNREADABLE: _BUG,
-    errors_pb2.ERROR_REASON_SHUTTING_DOWN: Rule(ReplicaUnavailableError, Action.LEAVE),
+    errors_pb2.ERROR_REASON_SHUTTING_DOWN: StatusRule(ReplicaUnavailableError, Action.LEAVE),
     errors_pb2.ERROR_REASON_UNAUTHENTICATED: _BUG,
-    errors_pb2.ERROR_REASON_NO_REPLICA: Rule(ReplicaUnavailableError, Action.WAIT),
+    errors_pb2.ERROR_REASON_NO_REPLICA: StatusRule(ReplicaUnavailableError, Action.WAIT),
     errors_pb2.ERROR_REASON_SESSION_UNKNOWN: _BUG,
     errors_pb2.ERROR_REASON_STATE_CONFLICT: _BUG,
-    errors_pb2.ERROR_REASON_IMAGE_UNREADABLE: Rule(ImageRejectedError, Action.RAISE),
-    errors_pb2.ERROR_REASON_IMAGE_PLACEHOLDERS: Rule(ImageRejectedError, Action.RAISE),
+    errors_pb2.ERROR_REASON_IMAGE_UNREADABLE: StatusRule(ImageRejectedError, Action.RAISE),
+    errors_pb2.ERROR_REASON_IMAGE_PLACEHOLDERS: StatusRule(ImageRejectedError, Action.RAISE),
 }
 
 # Statuses that gRPC sets itself, without an ErrorReason.
-_BY_CODE: dict[grpc.StatusCode, Rule] = {
-    grpc.StatusCode.UNAVAILABLE: Rule(ReplicaUnavailableError, Action.LEAVE),
-    grpc.StatusCode.CANCELLED: Rule(ReplicaUnavailableError, Action.LEAVE),
-    grpc.StatusCode.ABORTED: Rule(ReplicaUnavailableError, Action.LEAVE),
-    grpc.StatusCode.UNKNOWN: Rule(EngineFailedError, Action.LEAVE),
-    grpc.StatusCode.INTERNAL: Rule(EngineFailedError, Action.LEAVE),
-    grpc.StatusCode.DATA_LOSS: Rule(EngineFailedError, Action.LEAVE),
-    grpc.StatusCode.DEADLINE_EXCEEDED: Rule(GenerationTimeoutError, Action.RAISE),
+_BY_CODE: dict[grpc.StatusCode, StatusRule] = {
+    grpc.StatusCode.UNAVAILABLE: StatusRule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.CANCELLED: StatusRule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.ABORTED: StatusRule(ReplicaUnavailableError, Action.LEAVE),
+    grpc.StatusCode.UNKNOWN: StatusRule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.INTERNAL: StatusRule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.DATA_LOSS: StatusRule(EngineFailedError, Action.LEAVE),
+    grpc.StatusCode.DEADLINE_EXCEEDED: StatusRule(GenerationTimeoutError, Action.RAISE),
 }
 
 

@@ -30,7 +30,7 @@ class InFlightCompletion:
         params: Sampling parameters of the request.
         deadline: Time of the clock in seconds.
         routed: Experts that have arrived, of consecutive rows.
-        prompt_logprobs: Those that have arrived, of consecutive ids of the prompt.
+        prompt_logprobs: Log-probabilities of consecutive ids of the prompt that have arrived.
         failures: Number of failures per address.
         last_failures: The latest failure per address.
         waiting_until: When an address that was overloaded or paused may be asked again; clock
@@ -38,7 +38,7 @@ class InFlightCompletion:
         num_waits: Number of calls refused for overload or a pause.
         num_calls: Number of calls so far.
         num_resumes: Number of interruptions so far.
-        cached_prompt_tokens: As reported by the first call.
+        cached_prompt_tokens: The number that the first call reported.
         queue_s: Seconds in servers' queues, over all calls.
         engine_s: Seconds in engines, over all calls.
     """

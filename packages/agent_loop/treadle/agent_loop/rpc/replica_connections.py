@@ -51,7 +51,7 @@ class ReplicaConnections:
     """The channels and handshakes of a client's replicas. Close them with `aclose`.
 
     Args:
-        requirements: What every replica must offer.
+        requirements: Capabilities that every replica must offer.
         client: "name/version", for the servers' logs.
     """
 

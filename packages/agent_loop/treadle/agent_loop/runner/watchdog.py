@@ -21,7 +21,6 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.clock import Clock, LoopClock
@@ -40,7 +39,7 @@ class Pulse:
         name: Name of the trajectory, for the reports.
 
     Attributes:
-        last_event: What the trajectory began last.
+        last_event: The last thing that the trajectory began.
     """
 
     def __init__(self, name: str = "") -> None:
@@ -101,12 +100,7 @@ class Watchdog:
             self._task = asyncio.create_task(self._look(self._limit_s), name="watchdog")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._standstill is not None:
             self._standstill.stop()
         if self._task is not None:

@@ -86,7 +86,7 @@ class MalformedCall:
         text: The whole span, including its marks.
         start: Position of its first character in the decoded completion.
         stop: Position after its last character.
-        reason: What is wrong with it; shown to the model.
+        reason: The problem of the call; shown to the model.
         id: Identifies it in the answer, like `ToolCall.id`; unique in the turn with those.
         name: The tool that it names, if that can be determined.
     """
@@ -129,8 +129,8 @@ class CallFrame:
     """How a format writes a call of one tool whose arguments are JSON.
 
     Attributes:
-        trigger: What every call begins with, of any tool; no other text has it.
-        begin: What stands before the arguments; begins with the trigger.
+        trigger: The beginning of every call, of any tool; no other text has it.
+        begin: Text before the arguments; begins with the trigger.
     """
 
     trigger: str

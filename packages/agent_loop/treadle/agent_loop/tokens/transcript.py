@@ -165,7 +165,7 @@ class _SampledLogprobs(LateMemory):
 
     Args:
         sampled: Array of shape [S], float32.
-        spans: Of the tokens; there is at least one.
+        spans: Spans of the tokens; there is at least one.
     """
 
     __slots__ = ("_length", "_sampled", "_spans")
@@ -199,7 +199,8 @@ class Tokens(LateField[SpanTable]):
         logprobs: [L], float32, nats; 0.0 where the mask is False.
         spans: They tile the range [0, L).
         images: In the order of their positions, which count from the first id.
-        routed_experts: Of the first rows, at most L; None if the engine was not asked for them.
+        routed_experts: Experts of the first rows, at most L; None if the engine was not asked for
+            them.
 
     Args are any sequences of numbers, which become arrays.
 

@@ -62,8 +62,7 @@ class FunctionTool:
         Raises:
             ToolFailure: The arguments do not fit the schema, or the function raised it.
         """
-        _check_arguments(self.spec.parameters, arguments)
-        call = partial(self.function, **arguments)
+        call = partial(self.function, **_checked(self.spec.parameters, arguments))
         result = await result_of(f"tool {self.spec.name!r}", call)
         return result if isinstance(result, ToolResult) else ToolResult(content=str(result))
 
@@ -148,19 +147,33 @@ def _argument_docs(doc: str) -> dict[str, str]:
     return described
 
 
-def _check_arguments(parameters: Mapping[str, object], arguments: Mapping[str, object]) -> None:
-    """Checks arguments against a schema made by `function_tool`."""
+def _checked(
+    parameters: Mapping[str, object], arguments: Mapping[str, object]
+) -> dict[str, object]:
+    """Returns arguments that fit a schema made by `function_tool`."""
     properties = typing.cast(Mapping[str, Mapping[str, object]], parameters["properties"])
     required = typing.cast(list[str], parameters["required"])
     if missing := [name for name in required if name not in arguments]:
         raise ToolFailure(f"missing argument: {', '.join(missing)}")
     if unknown := [name for name in arguments if name not in properties]:
         raise ToolFailure(f"unknown argument: {', '.join(unknown)}; known: {', '.join(properties)}")
-    for name, value in arguments.items():
+    checked = {name: _with_integers(value, properties[name]) for name, value in arguments.items()}
+    for name, value in checked.items():
         if not _fits(value, properties[name]):
             raise ToolFailure(
                 f"argument {name} is {value!r}; expected {_expected(properties[name])}"
             )
+    return checked
+
+
+def _with_integers(value: object, schema: Mapping[str, object]) -> object:
+    """Returns the value with 3 for 3.0 where the schema, as JSON Schema, makes no difference."""
+    if schema["type"] == "integer" and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if schema["type"] == "array" and isinstance(value, list):
+        items = typing.cast(Mapping[str, object], schema["items"])
+        return [_with_integers(item, items) for item in value]
+    return value
 
 
 def _fits(value: object, schema: Mapping[str, object]) -> bool:

@@ -69,6 +69,7 @@ async def test_calls_reach_the_function() -> None:
     result = await session.call({"city": "Bonn", "tags": ["a"]})
     assert result == ToolResult(content="Bonn 1 C ['a']")
     assert (await plain.call({"x": 2})).content == "4"
+    assert (await weather.call({"city": "Bonn", "days": 3.0})).content == "Bonn 3 C None"
     await session.aclose()
 
 

@@ -16,7 +16,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Protocol, Self
 
 from treadle.agent_loop.errors import InteractionError, SetupError, boundary
@@ -143,12 +142,7 @@ class UserSimulator:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._session is not None:
             await close_all(
                 {"an interaction": self._session},

@@ -76,7 +76,7 @@ class ToolSession(Protocol):
         """Runs one call.
 
         Args:
-            arguments: As the model wrote them; not checked against the schema.
+            arguments: Arguments from the model; not checked against the schema.
 
         Raises:
             ToolFailure: The call is wrong; the model sees the message.

@@ -16,7 +16,6 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from treadle.agent_loop.aio import concurrently
@@ -104,12 +103,7 @@ class Toolbox:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         if self._sessions:
             await close_all(
                 {f"tool {name!r}": session for name, session in self._sessions.items()},

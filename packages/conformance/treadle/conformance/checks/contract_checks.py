@@ -13,14 +13,14 @@ from treadle.conformance.contracts.collective_contract import CollectiveContract
 from treadle.conformance.contracts.engine_contract import EngineContract
 from treadle.conformance.contracts.model_contract import ModelContract
 from treadle.conformance.contracts.remote_contract import RemoteContract
-from treadle.conformance.settings import Settings
+from treadle.conformance.settings import KitSettings
 
 
 class _FromCommandLine(RemoteContract):
     """Sets what the command line says about the server."""
 
     @pytest.fixture(autouse=True)
-    def _take_settings(self, settings: Settings) -> Iterator[None]:
+    def _take_settings(self, settings: KitSettings) -> Iterator[None]:
         self.long = settings.long
         self.draws = settings.draws
         self.places = settings.places
@@ -33,7 +33,7 @@ class CheckGroup(_FromCommandLine, CollectiveContract):
     """Collective groups, for servers that join them; the kit is the sender."""
 
     @pytest.fixture(autouse=True)
-    def _take_sender_host(self, settings: Settings) -> None:
+    def _take_sender_host(self, settings: KitSettings) -> None:
         self.sender_host = settings.local_host()
 
 
@@ -45,7 +45,7 @@ class CheckModel(_FromCommandLine, ModelContract):
     """Real models, compared with transformers."""
 
     @pytest.fixture(autouse=True)
-    def _take_model(self, settings: Settings) -> None:
+    def _take_model(self, settings: KitSettings) -> None:
         self.model_tolerance = settings.tolerance
         self.continue_recomputes = settings.continue_recomputes
 

@@ -22,7 +22,7 @@ _BUCKET_BYTES = 4096
 _POLL_S = 0.01
 
 
-class CollectiveSender:
+class TensorBroadcaster:
     """The only sender of a group.
 
     Args:

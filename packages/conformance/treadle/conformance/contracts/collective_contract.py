@@ -21,7 +21,7 @@ from treadle.rollout_server.engine import Engine, InFlightPolicy
 from treadle.rollout_server.errors import CollectiveBroken
 
 if TYPE_CHECKING:
-    from treadle.conformance.client.collective_sender import CollectiveSender
+    from treadle.conformance.client.collective_sender import TensorBroadcaster
 
 PROMPT = tuple(range(1, 31))
 _BROKEN = (CollectiveBroken, Refused)
@@ -84,11 +84,11 @@ class CollectiveContract(ContractBase):
             return await run(engine, request(PROMPT))
 
     @asynccontextmanager
-    async def _sender(self, engine: Engine, **how: Any) -> AsyncIterator["CollectiveSender"]:
+    async def _sender(self, engine: Engine, **how: Any) -> AsyncIterator["TensorBroadcaster"]:
         # Late: it needs torch, and the kit loads this module where there is none.
-        from treadle.conformance.client.collective_sender import CollectiveSender
+        from treadle.conformance.client.collective_sender import TensorBroadcaster
 
-        sender = CollectiveSender(
+        sender = TensorBroadcaster(
             self.weights(0), num_workers=engine.info.num_workers, host=self.sender_host, **how
         )
         try:
@@ -99,7 +99,7 @@ class CollectiveContract(ContractBase):
     async def _receive(
         self,
         engine: Engine,
-        sender: "CollectiveSender",
+        sender: "TensorBroadcaster",
         which: int,
         version: int,
         *,

@@ -30,6 +30,7 @@ from treadle.policy.client.process import (
     RankProgram,
     StartRank,
     wait_until_ended,
+    with_log,
 )
 from treadle.policy.client.shards import Outgoing, Shard, assign
 from treadle.policy.client.signs_of_life import Silence, beat_s
@@ -462,10 +463,8 @@ class PolicyGroup:
         ended = f"closed its connection{place}"
         if status is not None:
             ended = process.describe_end(status)
-        return PolicyError(
-            f"policy rank {number} {ended}; its log ends with:\n{await process.log_tail()}",
-            lost=True,
-        )
+        text = await with_log(process, f"policy rank {number} {ended}", lines=20)
+        return PolicyError(text, lost=True)
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Lets idle ranks exit by themselves, and ends those that do not."""

@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["RankProcess", "RankProgram", "StartRank", "wait_until_ended"]
+__all__ = ["RankProcess", "RankProgram", "StartRank", "wait_until_ended", "with_log"]
 
 
 class RankProcess(Protocol):
@@ -67,3 +67,8 @@ async def wait_until_ended(process: RankProcess, within_s: float) -> int | None:
             return await process.wait()
     except TimeoutError:
         return None
+
+
+async def with_log(process: RankProcess, text: str, *, where: str = "", lines: int = 10) -> str:
+    """Returns what happened to a process, with the last lines of its log."""
+    return f"{text}; its log{where} ends with:\n{await process.log_tail(lines)}"

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import groupby
 from operator import attrgetter
-from types import TracebackType
 from typing import Any, Self
 
 import grpc
@@ -78,12 +77,7 @@ class RankServer:
         self._loop = self._started.result()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Sends the last answer, and ends."""
         self._loop.call_soon_threadsafe(self._end)
         self._thread.join()

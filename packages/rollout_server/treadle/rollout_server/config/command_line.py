@@ -2,7 +2,7 @@
 
 Invariant: every flag is a field of the configuration, named by its path
 (``--admission.max_in_flight 8``); the command line overrides the file. All errors are reported as
-one `ConfigError` that names the key, the value, and the nearest known key.
+one `ServerConfigError` that names the key, the value, and the nearest known key.
 """
 
 import difflib
@@ -26,7 +26,7 @@ from treadle.rollout_server.config.schema import ServerConfig
 PROGRAM = "python -m treadle.rollout_server"
 
 
-class ConfigError(ValueError):
+class ServerConfigError(ValueError):
     """The configuration is invalid; the message is for the user."""
 
 
@@ -58,7 +58,7 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         argv: Arguments without the program name.
 
     Raises:
-        ConfigError: A key is unknown, or a value is out of range or contradictory.
+        ServerConfigError: A key is unknown, or a value is out of range or contradictory.
         SystemExit: With code 0, after ``--help``.
     """
     try:
@@ -70,11 +70,11 @@ def parse(argv: Sequence[str]) -> ServerConfig:
         merged.pop("config", None)
         return _with_local_model(ServerConfig.model_validate(merged))
     except SettingsError as error:
-        raise ConfigError(f"{error}{_hint(str(error).split(), _flags())}") from None
+        raise ServerConfigError(f"{error}{_hint(str(error).split(), _flags())}") from None
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error))) from None
+        raise ServerConfigError("\n".join(_explain(error))) from None
     except ModelPathError as error:
-        raise ConfigError(str(error)) from None
+        raise ServerConfigError(str(error)) from None
 
 
 def _with_local_model(config: ServerConfig) -> ServerConfig:
@@ -89,13 +89,13 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text())
     except OSError as error:
-        raise ConfigError(f"--config {path}: {error.strerror}") from None
+        raise ServerConfigError(f"--config {path}: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"--config {path}: {error}") from None
+        raise ServerConfigError(f"--config {path}: {error}") from None
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise ConfigError(f"--config {path}: expected keys and values, got {values!r}")
+        raise ServerConfigError(f"--config {path}: expected keys and values, got {values!r}")
     return values
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from treadle.rollout_server.address import Address
-from treadle.rollout_server.config.command_line import ConfigError, parse
+from treadle.rollout_server.config.command_line import ServerConfigError, parse
 from treadle.rollout_server.config.schema import ServerConfig
 
 
@@ -52,7 +52,7 @@ def test_engine_arguments_are_json_and_the_command_line_adds_to_the_file(tmp_pat
     ],
 )
 def test_what_is_wrong_is_named(arguments: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ServerConfigError, match=message):
         parse(arguments)
 
 
@@ -67,7 +67,7 @@ def test_what_is_wrong_is_named(arguments: list[str], message: str) -> None:
 def test_a_file_is_held_to_the_same(tmp_path: Path, text: str, message: str) -> None:
     path = tmp_path / "server.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ServerConfigError, match=message):
         parse(["--config", str(path)])
 
 

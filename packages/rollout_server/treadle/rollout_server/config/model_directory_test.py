@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.rollout_server.config.command_line import ConfigError, parse
+from treadle.rollout_server.config.command_line import ServerConfigError, parse
 
 
 def _checkpoint(run: Path, *, hf: bool) -> Path:
@@ -41,24 +41,24 @@ def test_a_damaged_model_of_a_run_is_not_served(tmp_path: Path) -> None:
     for content, said in ((b"weightz", "has changed"), (b"weigh", "has 5 bytes, and 7 were")):
         weights.write_bytes(content)
         for given in (tmp_path, checkpoint):
-            with pytest.raises(ConfigError, match=f"step-00000007 cannot be used: .*{said}"):
+            with pytest.raises(ServerConfigError, match=f"step-00000007 cannot be used: .*{said}"):
                 parse(["--model.path", str(given)])
     weights.unlink()
-    with pytest.raises(ConfigError, match=r"hf/model\.safetensors is missing"):
+    with pytest.raises(ServerConfigError, match=r"hf/model\.safetensors is missing"):
         parse(["--model.path", str(tmp_path)])
     manifest.write_text("[]")
-    with pytest.raises(ConfigError, match=r"manifest\.json is damaged"):
+    with pytest.raises(ServerConfigError, match=r"manifest\.json is damaged"):
         parse(["--model.path", str(tmp_path)])
 
 
 def test_what_leads_to_no_model_is_explained(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path=/no/model/here does not exist"):
+    with pytest.raises(ServerConfigError, match=r"model\.path=/no/model/here does not exist"):
         parse(["--model.path", "/no/model/here"])
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="a run directory without a checkpoint"):
+    with pytest.raises(ServerConfigError, match="a run directory without a checkpoint"):
         parse(["--model.path", str(tmp_path / "empty")])
     _checkpoint(tmp_path, hf=False)
-    with pytest.raises(ConfigError, match=r"`treadle export .* OUT`"):
+    with pytest.raises(ServerConfigError, match=r"`treadle export .* OUT`"):
         parse(["--model.path", str(tmp_path)])
 
 
@@ -67,5 +67,5 @@ def test_an_id_that_is_not_in_the_cache_is_explained_offline(
 ) -> None:
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ConfigError, match=r"not in the cache.*`hf download acme/tiny "):
+    with pytest.raises(ServerConfigError, match=r"not in the cache.*`hf download acme/tiny "):
         parse(["--model.path", "acme/tiny"])

@@ -21,7 +21,7 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
 
-class ModelConfig(_Model):
+class ServedModelConfig(_Model):
     """The model that the engine loads."""
 
     path: Path | None = Field(
@@ -174,7 +174,7 @@ class SecurityConfig(_Model):
         return self
 
 
-class TracingConfig(_Model):
+class ServerTracingConfig(_Model):
     """Where the spans of calls go whose callers record their traces."""
 
     jsonl: Path | None = Field(
@@ -233,13 +233,13 @@ class ServerConfig(_Model):
         default=None,
         description="host:port of /metrics for Prometheus; port 0 picks one. Unset: no metrics.",
     )
-    model: ModelConfig = ModelConfig()
+    model: ServedModelConfig = ServedModelConfig()
     fake: FakeConfig = FakeConfig()
     admission: AdmissionConfig = AdmissionConfig()
     coalesce: CoalesceConfig = CoalesceConfig()
     weights: WeightsConfig = WeightsConfig()
     security: SecurityConfig = SecurityConfig()
-    tracing: TracingConfig = TracingConfig()
+    tracing: ServerTracingConfig = ServerTracingConfig()
 
     @model_validator(mode="after")
     def _addresses_are_safe(self) -> Self:

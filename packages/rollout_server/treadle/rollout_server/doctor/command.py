@@ -3,17 +3,16 @@
 The exit code is 0 if no check fails, 1 if one does, and 2 if the options are invalid.
 """
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 
-from treadle.rollout_server.config.command_line import ConfigError, parse
+from treadle.rollout_server.config.command_line import ServerConfigError, parse
 from treadle.rollout_server.doctor.environment import check_environment
 from treadle.rollout_server.doctor.facts import Facts, gather
-from treadle.rollout_server.doctor.finding import Finding, Level
 from treadle.rollout_server.doctor.host import check_host
 from treadle.rollout_server.doctor.model import check_model
+from treadle.tracing.finding import Finding, Level, as_table
 
 _PROGRAM = "python -m treadle.rollout_server.doctor"
 _HELP = f"""usage: {_PROGRAM} [--json] [options of the server]
@@ -33,34 +32,19 @@ def main(argv: Sequence[str]) -> int:
         return 0
     try:
         config = parse([word for word in argv if word != "--json"])
-    except ConfigError as error:
+    except ServerConfigError as error:
         sys.stderr.write(f"{_PROGRAM}: {error}\n")
         return 2
     findings = examine(gather(config))
     as_json = "--json" in argv
-    sys.stdout.write(_json(findings) if as_json else _table(config.engine, findings))
+    if as_json:
+        text = json.dumps([finding.as_json() for finding in findings], indent=1)
+    else:
+        text = as_table({f"engine {config.engine}": findings})
+    sys.stdout.write(f"{text}\n")
     return int(any(finding.level is Level.FAIL for finding in findings))
 
 
 def examine(facts: Facts) -> list[Finding]:
     """Runs all checks; returns the findings in the order of the output."""
     return [*check_environment(facts), *check_host(facts), *check_model(facts)]
-
-
-def _table(engine: str, findings: Sequence[Finding]) -> str:
-    width = max(len(finding.check) for finding in findings)
-    lines = [f"engine {engine}"]
-    for finding in findings:
-        lines.append(f"  {finding.level.value:4}  {finding.check:{width}}  {finding.value}")
-        if finding.cause:
-            lines.append(f"        {'':{width}}  because: {finding.cause}")
-        if finding.fix:
-            lines.append(f"        {'':{width}}  do: {finding.fix}")
-    counts = [sum(f.level is level for f in findings) for level in Level]
-    shown = ", ".join(f"{n} {level.value}" for n, level in zip(counts, Level, strict=True))
-    return "\n".join([*lines, shown, ""])
-
-
-def _json(findings: Sequence[Finding]) -> str:
-    rows = [dataclasses.asdict(f) | {"level": f.level.value} for f in findings]
-    return json.dumps(rows, indent=1) + "\n"

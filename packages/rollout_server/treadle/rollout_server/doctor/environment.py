@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from treadle.rollout_server.doctor.facts import Facts
-from treadle.rollout_server.doctor.finding import Finding, fail, ok, warn
+from treadle.tracing.finding import Finding, fail, ok, warn
 
 _OTLP = "opentelemetry-exporter-otlp-proto-http"
 _OLDEST_PYTHON = (3, 11)

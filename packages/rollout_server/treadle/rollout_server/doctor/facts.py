@@ -80,7 +80,7 @@ print("\\n" + json.dumps(said))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gpu:
+class GpuFacts:
     """One GPU, as reported by its driver."""
 
     name: str
@@ -135,7 +135,7 @@ class Facts:
     cuda_build: str | None
     cuda_devices: int
     triton: str | None = None
-    gpus: tuple[Gpu, ...]
+    gpus: tuple[GpuFacts, ...]
     shm_free_bytes: int | None
     memfd: str | None
     listening: Mapping[str, str]
@@ -222,7 +222,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _gpus() -> tuple[Gpu, ...]:
+def _gpus() -> tuple[GpuFacts, ...]:
     query = "--query-gpu=name,memory.total,driver_version"
     try:
         done = subprocess.run(
@@ -237,7 +237,7 @@ def _gpus() -> tuple[Gpu, ...]:
     gpus = []
     for line in done.stdout.splitlines():
         name, mebibytes, driver = (field.strip() for field in line.split(","))
-        gpus.append(Gpu(name=name, memory_bytes=int(mebibytes) << 20, driver=driver))
+        gpus.append(GpuFacts(name=name, memory_bytes=int(mebibytes) << 20, driver=driver))
     return tuple(gpus)
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from treadle.rollout_server.doctor.facts import Facts
-from treadle.rollout_server.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.finding import Finding, fail, gib, ok, warn
 
 _SHM_BYTES = 1 << 30  # Maximum size of the queues between an engine's processes.
 _OTHER_DESCRIPTORS = 512  # Of libraries, engine processes and staged tensors.

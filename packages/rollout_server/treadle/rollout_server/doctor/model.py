@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from treadle.rollout_server.doctor.facts import Facts, weight_bytes
-from treadle.rollout_server.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.finding import Finding, fail, gib, ok, warn
 
 
 def check_model(facts: Facts) -> Iterator[Finding]:

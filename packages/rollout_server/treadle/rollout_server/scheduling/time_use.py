@@ -21,7 +21,6 @@ sequence that waits within them while slots are free counts as prefill.
 
 import enum
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Self
 
 from treadle.rollout_server.scheduling.lifecycle import ServerState
@@ -74,12 +73,7 @@ class SequenceTime:
         self._use._move(reading=1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         if self._samples:
             self._use._move(sampling=-1)
         else:

@@ -23,7 +23,7 @@ from treadle.rollout_server.services.codec import (
     decode_update_id,
 )
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.delta import Delta, encoded_elements
+from treadle.rollout_server.updates.delta import DeltaEncoding, encoded_elements
 from treadle.rollout_server.updates.files import WeightFiles
 
 _TRANSPORTS = "inline, file, shared_memory or collective"
@@ -84,7 +84,7 @@ def decode_begin(
     )
 
 
-def _decode_delta(request: pb.BeginUpdateRequest, tensors: Sequence[TensorSpec]) -> Delta:
+def _decode_delta(request: pb.BeginUpdateRequest, tensors: Sequence[TensorSpec]) -> DeltaEncoding:
     if not request.delta.base_weight_version:
         raise InvalidField("delta.base_weight_version", 0, "the version that changed")
     _check_length("delta.encoded_bytes", len(request.delta.encoded_bytes), len(tensors))
@@ -94,7 +94,7 @@ def _decode_delta(request: pb.BeginUpdateRequest, tensors: Sequence[TensorSpec])
         if encoded_elements(spec, size) is None:
             expected = f"0, or the bytes of a count, of positions and of elements of {spec.label}"
             raise InvalidField(f"delta.encoded_bytes[{index}]", size, expected)
-    return Delta(
+    return DeltaEncoding(
         base_version=request.delta.base_weight_version,
         encoded_bytes=encoded_bytes,
         crc32=tuple(request.delta.crc32),

@@ -10,7 +10,7 @@ import pytest
 
 from treadle.conformance.client.stubs import stubs_for
 from treadle.rollout.v1 import generation_service_pb2 as pb
-from treadle.rollout_server.config.schema import ServerConfig, TracingConfig
+from treadle.rollout_server.config.schema import ServerConfig, ServerTracingConfig
 from treadle.rollout_server.engine import (
     EngineEvent,
     EngineRequest,
@@ -77,7 +77,7 @@ async def call(
 
 
 def tracing_to(path: Path) -> ServerConfig:
-    return ServerConfig(tracing=TracingConfig(jsonl=path))
+    return ServerConfig(tracing=ServerTracingConfig(jsonl=path))
 
 
 def spans_in(path: Path) -> list[dict[str, Any]]:

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Self
 
-from treadle.rollout_server.clock import Clock, Timer
+from treadle.rollout_server.clock import Clock, TimerHandle
 from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
 
 MAX_READY = 256
@@ -62,7 +62,7 @@ class Coalescer:
         self._routed: list[bytes] = []
         self._version = 0
         self._first = True
-        self._timer: Timer | None = None
+        self._timer: TimerHandle | None = None
         self._start: asyncio.Handle | None = None
         self._sending: asyncio.Task[None] | None = None
         self._error: Exception | None = None

@@ -32,7 +32,7 @@ TABLE: Mapping[type[errors.RolloutServerError], _Row] = MappingProxyType(
         errors.InvalidField: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_INVALID_FIELD),
         errors.PromptTooLong: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_PROMPT_TOO_LONG),
         errors.ImageUnreadable: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_IMAGE_UNREADABLE),
-        errors.ImagePlaceholders: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_IMAGE_PLACEHOLDERS),
+        errors.PlaceholderMismatch: (_CODE.INVALID_ARGUMENT, pb.ERROR_REASON_IMAGE_PLACEHOLDERS),
         errors.CapabilityMissing: (_CODE.UNIMPLEMENTED, pb.ERROR_REASON_CAPABILITY_MISSING),
         errors.Overloaded: (_CODE.RESOURCE_EXHAUSTED, pb.ERROR_REASON_OVERLOADED),
         errors.NotServing: (_CODE.UNAVAILABLE, pb.ERROR_REASON_PAUSED),
@@ -109,7 +109,7 @@ def _detail(error: errors.RolloutServerError) -> Message | None:
                 media_type=_cut(error.media_type, _FIELD_CHARACTERS),
                 problem=_cut(error.problem, _FIELD_CHARACTERS),
             )
-        case errors.ImagePlaceholders():
+        case errors.PlaceholderMismatch():
             return pb.ImagePlaceholders(
                 image_index=error.image_index,
                 first_placeholder=error.first_placeholder,

@@ -36,8 +36,8 @@ class Numbers(TypedDict):
 
     Attributes:
         engine_s: Seconds in the engine so far.
-        prefill_s: Those before the first token.
-        paused_s: Those in which sampling was paused.
+        prefill_s: Seconds before the first token.
+        paused_s: Seconds in which sampling was paused.
         num_tokens: Number of tokens so far.
     """
 

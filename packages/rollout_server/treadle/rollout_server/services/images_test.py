@@ -25,9 +25,9 @@ from treadle.rollout_server.engine import (
 from treadle.rollout_server.engines.fake.engine import FakeEngine
 from treadle.rollout_server.errors import (
     CapabilityMissing,
-    ImagePlaceholders,
     ImageUnreadable,
     InvalidField,
+    PlaceholderMismatch,
     PromptTooLong,
 )
 from treadle.rollout_server.services.codec import decode_generate
@@ -117,7 +117,7 @@ class MiscountingEngine(FakeEngine):
 
     async def generate(self, request: EngineRequest) -> Any:
         placed = request.images[0]
-        raise ImagePlaceholders(0, placed.start, placed.num_tokens, 12)
+        raise PlaceholderMismatch(0, placed.start, placed.num_tokens, 12)
         yield
 
 

@@ -26,7 +26,7 @@ class _Limit:
     """Bounds of one method's messages.
 
     Attributes:
-        max_bytes: Of a message, without `large_field`.
+        max_bytes: Maximum of a message without `large_field`.
         max_fields: Fields at the top of a message; None where bytes suffice.
         large_field: Number of the field whose bytes count for gRPC's bound only.
     """

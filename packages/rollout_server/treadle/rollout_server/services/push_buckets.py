@@ -16,7 +16,7 @@ from treadle.rollout.v1 import weight_sync_service_pb2 as pb
 from treadle.rollout_server.errors import InvalidField
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.services.codec import MAX_TENSORS, check_count, decode_update_id
-from treadle.rollout_server.updates.buckets import BucketPart, Segment
+from treadle.rollout_server.updates.buckets import BucketPart, MappedSegment
 from treadle.rollout_server.updates.weight_update import UpdateState
 
 
@@ -35,7 +35,7 @@ async def push_buckets(
     update = replica.current_update.find(decode_update_id(header.header.update_id))
     try:
         update.incoming.check_pushed()
-        segment = Segment(
+        segment = MappedSegment(
             pid=header.header.pid,
             fd=header.header.fd,
             num_bytes=header.header.num_bytes,

@@ -31,7 +31,7 @@ from treadle.rollout_server.services.testing import (
 )
 from treadle.rollout_server.updates import incoming
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.buckets import Segment
+from treadle.rollout_server.updates.buckets import MappedSegment
 from treadle.rollout_server.updates.files import WeightFiles
 from treadle.rollout_server.updates.staging import Assembler
 
@@ -230,7 +230,7 @@ async def test_a_delta_comes_in_buckets_too() -> None:
 
 
 def _open_segments() -> int:
-    return sum(isinstance(thing, Segment) for thing in gc.get_objects())
+    return sum(isinstance(thing, MappedSegment) for thing in gc.get_objects())
 
 
 @pytest.mark.asyncio

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from treadle.rollout_server.engine import CollectiveGroup, InFlightPolicy, TensorSpec
-from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.delta import DeltaEncoding
 from treadle.rollout_server.updates.files import WeightFiles
 
 
@@ -16,7 +16,7 @@ class Begin:
         weight_version: Version of the weights after the commit.
         tensors: All tensors of the model.
         lease_s: How long the server waits for its trainer.
-        in_place: What to do with in-flight completions when an update in place begins; None: the
+        in_place: The treatment of in-flight completions when an update in place begins; None: the
             update is staged.
         source: Files, or the group of the collective transport; None: the bytes are pushed. A
             group only in place.
@@ -31,7 +31,7 @@ class Begin:
     lease_s: float
     in_place: InFlightPolicy | None = None
     source: CollectiveGroup | WeightFiles | None = None
-    delta: Delta | None = None
+    delta: DeltaEncoding | None = None
     keep_base: bool = False
 
     @property

@@ -35,7 +35,7 @@ class BucketPart:
     start: int
 
 
-class Segment:
+class MappedSegment:
     """Memory of another process; its descriptor here stays open for as long as the object lives."""
 
     def __init__(self, *, pid: int, fd: int, num_bytes: int, update_id: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from treadle.rollout_server.errors import InvalidField, SegmentUnreadable
-from treadle.rollout_server.updates.buckets import BucketPart, Segment
+from treadle.rollout_server.updates.buckets import BucketPart, MappedSegment
 
 _UPDATE = "update-1"
 _DATA = bytes(range(256)) * 4
@@ -29,9 +29,9 @@ def fd() -> Iterator[int]:
     os.close(fd)
 
 
-def _open(fd: int, *, pid: int | None = None, num_bytes: int = _NUM_BYTES) -> Segment:
+def _open(fd: int, *, pid: int | None = None, num_bytes: int = _NUM_BYTES) -> MappedSegment:
     pid = os.getpid() if pid is None else pid
-    return Segment(pid=pid, fd=fd, num_bytes=num_bytes, update_id=_UPDATE)
+    return MappedSegment(pid=pid, fd=fd, num_bytes=num_bytes, update_id=_UPDATE)
 
 
 def _part(start: int = 4096, length: int = 100) -> BucketPart:

@@ -32,7 +32,7 @@ _SLICE = 1 << 18  # Elements swapped at once: numpy holds the GIL meanwhile.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Delta:
+class DeltaEncoding:
     """How an update is encoded.
 
     Attributes:
@@ -68,7 +68,7 @@ class DeltaBase:
         self.version = version
         self.weights = weights
 
-    def apply(self, delta: Delta, encoded: Assembler) -> None:
+    def apply(self, delta: DeltaEncoding, encoded: Assembler) -> None:
         """Applies a delta to the base; `undo` takes it back.
 
         Raises:
@@ -139,7 +139,7 @@ class DeltaBase:
         return positions, values, np.frombuffer(self.weights.view(index) or b"", dtype=element)
 
 
-def as_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: Delta) -> DeltaBase:
+def as_base(kept: Sequence[TensorSpec], base: DeltaBase | None, delta: DeltaEncoding) -> DeltaBase:
     """Returns the base of a delta for these tensors.
 
     Raises:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import ElementType, TensorSpec
 from treadle.rollout_server.errors import DeltaBaseMismatch
-from treadle.rollout_server.updates.delta import Delta, DeltaBase, as_base, encoded_elements
+from treadle.rollout_server.updates.delta import DeltaBase, DeltaEncoding, as_base, encoded_elements
 from treadle.rollout_server.updates.staging import Assembler
 
 SPECS = (
@@ -43,12 +43,12 @@ def encode(spec: TensorSpec, old: bytes, new: bytes) -> bytes:
     return len(places).to_bytes(8, "little") + positions + values
 
 
-def changes(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> tuple[Delta, Assembler]:
+def changes(old: tuple[bytes, ...], new: tuple[bytes, ...]) -> tuple[DeltaEncoding, Assembler]:
     encoded = tuple(encode(s, a, b) for s, a, b in zip(SPECS, old, new, strict=True))
     sizes = tuple(map(len, encoded))
     for spec, size in zip(SPECS, sizes, strict=True):
         assert encoded_elements(spec, size) is not None
-    delta = Delta(base_version=1, encoded_bytes=sizes, crc32=tuple(map(zlib.crc32, new)))
+    delta = DeltaEncoding(base_version=1, encoded_bytes=sizes, crc32=tuple(map(zlib.crc32, new)))
     return delta, staged(encoded, sizes=sizes)
 
 
@@ -105,14 +105,14 @@ def test_a_malformed_delta_changes_nothing(encoded: bytes, problem: str) -> None
     whole = tuple(bytes(spec.size_bytes) for spec in SPECS)
     base = DeltaBase(1, staged(whole))
     sizes = (len(encoded), 0, 0, 0)
-    delta = Delta(base_version=1, encoded_bytes=sizes, crc32=tuple(map(zlib.crc32, whole)))
+    delta = DeltaEncoding(base_version=1, encoded_bytes=sizes, crc32=tuple(map(zlib.crc32, whole)))
     with pytest.raises(DeltaBaseMismatch, match=problem):
         base.apply(delta, staged((encoded, b"", b"", b""), sizes=sizes))
     assert held(base) == whole
 
 
 def test_a_base_that_is_not_held_is_told_with_the_one_that_is() -> None:
-    delta = Delta(base_version=3, encoded_bytes=(0,) * 4, crc32=(0,) * 4)
+    delta = DeltaEncoding(base_version=3, encoded_bytes=(0,) * 4, crc32=(0,) * 4)
     with pytest.raises(DeltaBaseMismatch, match="holds no base, not 3") as none:
         as_base(SPECS, None, delta)
     whole = staged(tuple(bytes(spec.size_bytes) for spec in SPECS))

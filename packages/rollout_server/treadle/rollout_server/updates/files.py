@@ -30,7 +30,7 @@ from treadle.rollout_server.errors import (
 )
 from treadle.rollout_server.safetensors_file import read_encoded_header, read_header
 from treadle.rollout_server.tensors import ABSENT
-from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.delta import DeltaEncoding
 from treadle.rollout_server.updates.staging import Assembler
 
 _READ_BYTES = 1 << 20  # stays in a core's cache between the checksum and the copy
@@ -84,12 +84,12 @@ def stage_files(
     *,
     root: Path | None,
     filled: Callable[[int], None],
-    delta: Delta | None = None,
+    delta: DeltaEncoding | None = None,
 ) -> None:
     """Fills an assembler from the ``*.safetensors`` files of a directory.
 
     Args:
-        files: Of the tensors in `assembler`.
+        files: Files of the tensors in `assembler`.
         root: The only directory that may be read; None: no file may be read.
         filled: Called with the index of each tensor once it is written and checked.
         delta: How the tensors are encoded; None: they are not encoded.
@@ -160,7 +160,7 @@ def _locate(
 
 
 def _locate_changes(
-    paths: Iterable[Path], folder: Path, delta: Delta, index_of: Mapping[str, int]
+    paths: Iterable[Path], folder: Path, delta: DeltaEncoding, index_of: Mapping[str, int]
 ) -> dict[Path, list[_Part]]:
     """Returns the changes per file; together they are those of exactly the announced tensors.
 

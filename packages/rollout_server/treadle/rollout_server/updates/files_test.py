@@ -15,7 +15,7 @@ from treadle.rollout_server.errors import (
     RolloutServerError,
     TensorMismatch,
 )
-from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.delta import DeltaEncoding
 from treadle.rollout_server.updates.files import WeightFiles, stage_files
 from treadle.rollout_server.updates.staging import Assembler
 
@@ -173,7 +173,7 @@ def test_a_file_that_was_cut_short_is_corrupt(tmp_path: Path) -> None:
 
 
 CHANGES = {"a": (1).to_bytes(8, "little") + (2).to_bytes(4, "little") + b"xy", "b": b""}
-DELTA = Delta(base_version=4, encoded_bytes=(14, 0), crc32=(0, 0))
+DELTA = DeltaEncoding(base_version=4, encoded_bytes=(14, 0), crc32=(0, 0))
 
 
 def write_changes(path: Path, changes: Mapping[str, bytes], base: str = "4") -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from treadle.rollout_server.engine import CollectiveGroup, FilePlace, NamedTensor
 from treadle.rollout_server.errors import InvalidField, UpdateUnknown
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.buckets import BucketPart, Segment
+from treadle.rollout_server.updates.buckets import BucketPart, MappedSegment
 from treadle.rollout_server.updates.staging import Assembler
 from treadle.rollout_server.updates.tensor_queue import TensorQueue
 
@@ -104,7 +104,7 @@ class IncomingTensors:
         if self._tensors[tensor_index].size_bytes:  # Else it was queued at the start.
             self._queue_whole(tensor_index)
 
-    async def take_bucket(self, segment: Segment, parts: Sequence[BucketPart]) -> None:
+    async def take_bucket(self, segment: MappedSegment, parts: Sequence[BucketPart]) -> None:
         """Takes the parts of a bucket; returns when nobody reads the segment any more.
 
         Raises:
@@ -167,7 +167,7 @@ class IncomingTensors:
         if dropped and self.queue is not None:
             self.queue.close(UpdateUnknown(self._begin.update_id, ended))
 
-    async def _copy(self, segment: Segment, part: BucketPart) -> None:
+    async def _copy(self, segment: MappedSegment, part: BucketPart) -> None:
         assembler = self.assembler
         assembler.check(part.tensor_index, part.offset, part.length)
         write = partial(assembler.write, part.tensor_index, part.offset, segment.view(part))

@@ -33,7 +33,7 @@ class Assembler:
     """Host memory for one set of tensors.
 
     Args:
-        tensors: What will arrive; a tensor of no bytes is complete from the start.
+        tensors: Tensors that will arrive; a tensor of no bytes is complete from the start.
         max_chunk_bytes: Maximum length of a chunk.
         releasable: Whether tensors are released one by one.
         sizes: Number of bytes that arrive per tensor; None: all of it.

@@ -46,7 +46,7 @@ from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.testing import FakeClock
 from treadle.rollout_server.updates.begin import Begin
-from treadle.rollout_server.updates.delta import Delta
+from treadle.rollout_server.updates.delta import DeltaEncoding
 from treadle.rollout_server.updates.files import WeightFiles
 
 TENSORS = tuple(
@@ -86,10 +86,10 @@ class Announced:
         return head + bytes(new[n] for n in places)
 
     @property
-    def delta(self) -> Delta | None:
+    def delta(self) -> DeltaEncoding | None:
         if self.base is None:
             return None
-        return Delta(
+        return DeltaEncoding(
             base_version=self.base,
             encoded_bytes=tuple(len(self.payload(index)) for index in range(len(TENSORS))),
             crc32=tuple(zlib.crc32(content(self.version, i)) for i in range(len(TENSORS))),

@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from treadle.rollout_server.clock import Clock, Timer
+from treadle.rollout_server.clock import Clock, TimerHandle
 from treadle.rollout_server.errors import (
     InvalidField,
     UpdateIncomplete,
@@ -63,7 +63,7 @@ class WeightUpdate:
     Pure: every method that needs the time is given it. `CurrentUpdate` sets the timer.
 
     Args:
-        begin: What was announced; its tensors match the engine's.
+        begin: The announcement; its tensors match the engine's.
 
     Attributes:
         when_dropped: Called when the update ends without a commit.
@@ -168,7 +168,7 @@ class CurrentUpdate:
         self._clock = clock
         self._live: WeightUpdate | None = None
         self._committed: WeightUpdate | None = None
-        self._timer: Timer | None = None
+        self._timer: TimerHandle | None = None
         self._ended: OrderedDict[str, tuple[UpdateState, int]] = OrderedDict()
         self._observers: list[Callable[[WeightUpdate], None]] = []
 

@@ -102,7 +102,7 @@ class WeightUpdater:
 
         Args:
             update_id: The live update, or one that was committed.
-            policy: What to do with in-flight completions; ignored in place, where Begin said so.
+            policy: The treatment of in-flight completions; ignored in place, where Begin has it.
 
         Returns:
             The version that serves now.

@@ -26,7 +26,7 @@ from treadle.agent_loop.user_calls import call_user
 from treadle.tools.arguments import require_extra
 from treadle.tools.environments.settings import (
     COMMON,
-    Settings,
+    EnvironmentSettings,
     seed_of,
     seeded_rows,
     settings_of,
@@ -52,7 +52,7 @@ class GymnasiumEnvironment(Protocol):
         ...
 
 
-def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
+def rows(settings: EnvironmentSettings) -> Iterator[Mapping[str, object]]:
     """Yields the rows of an environment, one per seed.
 
     Raises:
@@ -93,7 +93,7 @@ class GymnasiumLoop:
 
 
 class _Game:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EnvironmentSettings) -> None:
         self._actions = settings.texts("actions")
         self._where = settings.where
         self.environment = _make(settings)
@@ -132,7 +132,7 @@ class _Game:
         )
 
 
-def _make(settings: Settings) -> GymnasiumEnvironment:
+def _make(settings: EnvironmentSettings) -> GymnasiumEnvironment:
     arguments = settings.mapping("arguments")
     if ":" in settings.name:
         make = cast(

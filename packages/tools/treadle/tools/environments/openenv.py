@@ -27,7 +27,7 @@ from treadle.tools.arguments import require_extra
 from treadle.tools.environments.server_process import ServerProcess
 from treadle.tools.environments.settings import (
     COMMON,
-    Settings,
+    EnvironmentSettings,
     seed_of,
     seeded_rows,
     settings_of,
@@ -44,7 +44,7 @@ _TEXT: Final = "{text}"
 _CLIENT: Final = "openenv.core.generic_client"
 
 
-def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
+def rows(settings: EnvironmentSettings) -> Iterator[Mapping[str, object]]:
     """Yields the rows of an environment, one per seed; the server need not run yet.
 
     Raises:
@@ -97,7 +97,7 @@ class OpenEnvLoop:
 
 
 class _Session:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         client: Any = importlib.import_module(_CLIENT)
         self._client: Any = client.GenericEnvClient(base_url=settings.name)
@@ -119,7 +119,7 @@ class _Session:
         await self._client.close()
 
 
-def _action(settings: Settings, text: str) -> dict[str, object]:
+def _action(settings: EnvironmentSettings, text: str) -> dict[str, object]:
     """Returns the action of a turn.
 
     Raises:
@@ -134,7 +134,7 @@ def _action(settings: Settings, text: str) -> dict[str, object]:
     }
 
 
-def _shown(settings: Settings, observation: Mapping[str, Any]) -> str:
+def _shown(settings: EnvironmentSettings, observation: Mapping[str, Any]) -> str:
     """Returns the part of an observation that the model is shown.
 
     Raises:

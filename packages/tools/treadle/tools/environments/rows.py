@@ -23,7 +23,7 @@ from typing import Final, cast
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.errors import did_you_mean
-from treadle.tools.environments.settings import Settings
+from treadle.tools.environments.settings import EnvironmentSettings
 from treadle.tools.yaml_config import mapping, read_yaml
 
 LIBRARIES: Final = ("gymnasium", "openenv", "textarena", "verifiers")
@@ -33,7 +33,7 @@ _NAME: Final = re.compile(rf"({'|'.join(LIBRARIES)}):(.+)")
 _URL: Final = re.compile(r"^(https?|wss?):/+")
 _YAML: Final = (".yaml", ".yml")
 
-MakeRows = Callable[[Settings], Iterator[Mapping[str, object]]]
+MakeRows = Callable[[EnvironmentSettings], Iterator[Mapping[str, object]]]
 
 
 def is_environment(path: Path | str) -> bool:
@@ -56,7 +56,7 @@ def read_rows(path: Path | str) -> Iterator[tuple[str, Mapping[str, object]]]:
         yield f"{path}, row {number}", columns
 
 
-def _read(path: Path | str) -> tuple[Settings, MakeRows]:
+def _read(path: Path | str) -> tuple[EnvironmentSettings, MakeRows]:
     if (named := _NAME.fullmatch(str(path))) is not None:
         library, name = named.groups()
         # A URL that became a `Path` has lost a slash.
@@ -84,7 +84,9 @@ def _read(path: Path | str) -> tuple[Settings, MakeRows]:
                 f"{', '.join((library, *known))}"
             )
     given = {key: value for key, value in values.items() if key != library}
-    settings = Settings(library=library, name=_absolute(name_of, path), values=given, where=where)
+    settings = EnvironmentSettings(
+        library=library, name=_absolute(name_of, path), values=given, where=where
+    )
     return settings, cast(MakeRows, module.rows)
 
 

@@ -20,7 +20,7 @@ _ROWS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class EnvironmentSettings:
     """The settings of an environment, from a YAML file or from a name alone.
 
     Attributes:
@@ -93,7 +93,7 @@ class Settings:
         return {self.library: self.name, **self.values}
 
 
-def seeded_rows(settings: Settings, loop: str) -> Iterator[Mapping[str, object]]:
+def seeded_rows(settings: EnvironmentSettings, loop: str) -> Iterator[Mapping[str, object]]:
     """Yields one row per seed, for environments that draw their tasks from a seed.
 
     Args:
@@ -113,7 +113,7 @@ def seeded_rows(settings: Settings, loop: str) -> Iterator[Mapping[str, object]]
 
 
 def make_row(
-    settings: Settings,
+    settings: EnvironmentSettings,
     loop: str,
     *,
     prompt: list[dict[str, str]],
@@ -134,7 +134,7 @@ def make_row(
     }
 
 
-def settings_of(task: AgentTask, library: str) -> tuple[Settings, Mapping[str, object]]:
+def settings_of(task: AgentTask, library: str) -> tuple[EnvironmentSettings, Mapping[str, object]]:
     """Returns the settings in a row that `make_row` made, and its `extra_info`.
 
     Raises:
@@ -150,7 +150,9 @@ def settings_of(task: AgentTask, library: str) -> tuple[Settings, Mapping[str, o
     # A parquet column of structs holds null for what only other rows have.
     values = {k: v for k, v in column.items() if k != library and v is not None}
     name = str(column[library])
-    return Settings(library=library, name=name, values=values, where=f"{library}:{name}"), extra
+    return EnvironmentSettings(
+        library=library, name=name, values=values, where=f"{library}:{name}"
+    ), extra
 
 
 def seed_of(extra: Mapping[str, object]) -> int:

@@ -58,7 +58,6 @@ async def play(task: AgentTask, services: Services, game: TextGame, *, seed: int
     Args:
         task: Its messages but the last one, which the environment's first text replaces, begin the
             conversation.
-        services: What the loop works with.
 
     Raises:
         RolloutError: The attempt failed.

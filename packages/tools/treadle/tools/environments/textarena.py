@@ -38,7 +38,7 @@ from treadle.agent_loop import (
 from treadle.tools.arguments import require_extra
 from treadle.tools.environments.settings import (
     COMMON,
-    Settings,
+    EnvironmentSettings,
     seed_of,
     seeded_rows,
     settings_of,
@@ -55,7 +55,7 @@ _CUT: Final = (StopReason.TURN_LENGTH, StopReason.RESPONSE_LENGTH, StopReason.CO
 _FORFEIT: Final = -1.0
 
 
-def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
+def rows(settings: EnvironmentSettings) -> Iterator[Mapping[str, object]]:
     """Yields the rows of a game, one per seed.
 
     Raises:
@@ -135,7 +135,7 @@ def _finish(
 class _Game:
     """A game in progress, with its own state of the global random numbers."""
 
-    def __init__(self, settings: Settings, *, seed: int) -> None:
+    def __init__(self, settings: EnvironmentSettings, *, seed: int) -> None:
         import textarena
 
         self.num_players = settings.count("players", 1)

@@ -35,7 +35,7 @@ from treadle.agent_loop.proxy import (
     ProxyAgentLoop,
 )
 from treadle.tools.arguments import require_extra
-from treadle.tools.environments.settings import Settings, make_row, settings_of
+from treadle.tools.environments.settings import EnvironmentSettings, make_row, settings_of
 
 KEYS: Final = ("arguments", "harness", "rows", "skip")
 """The keys of its YAML file, besides the library's."""
@@ -47,7 +47,7 @@ _UNBOUNDED_ROWS: Final = 256
 _CLOSE_S: Final = 30.0
 
 
-def rows(settings: Settings) -> Iterator[Mapping[str, object]]:
+def rows(settings: EnvironmentSettings) -> Iterator[Mapping[str, object]]:
     """Yields the rows of a taskset, in its order.
 
     Raises:
@@ -107,7 +107,7 @@ class VerifiersLoop(ProxyAgentLoop):
         return _reward(episode, settings)
 
 
-def _reward(episode: Any, settings: Settings) -> float:
+def _reward(episode: Any, settings: EnvironmentSettings) -> float:
     """Returns what the environment's rubric gave; of an episode that a limit cut, so far.
 
     Raises:
@@ -125,7 +125,7 @@ def _reward(episode: Any, settings: Settings) -> float:
 class _Served:
     """An environment with the servers that its tasks share."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: EnvironmentSettings) -> None:
         self._settings = settings
         self._tasks: dict[int, Any] = {}
         self._closing = asyncio.Event()
@@ -184,7 +184,7 @@ class _Served:
             self._ready.set_exception(failure)
 
 
-def _load(settings: Settings) -> Any:
+def _load(settings: EnvironmentSettings) -> Any:
     """Returns the environment, with nothing started.
 
     Raises:
@@ -217,7 +217,7 @@ def _load(settings: Settings) -> Any:
     return environment
 
 
-def _tasks(environment: Any, settings: Settings) -> Iterator[Any]:
+def _tasks(environment: Any, settings: EnvironmentSettings) -> Iterator[Any]:
     taskset = environment.taskset.skip(settings.count("skip", 0, at_least=0))
     if "rows" in settings.values or not environment.taskset.bounded:
         taskset = taskset.take(settings.count("rows", _UNBOUNDED_ROWS))
@@ -227,13 +227,13 @@ def _tasks(environment: Any, settings: Settings) -> Iterator[Any]:
         raise _cannot(settings, error) from error
 
 
-def _cannot(settings: Settings, error: Exception) -> SetupError:
+def _cannot(settings: EnvironmentSettings, error: Exception) -> SetupError:
     return SetupError(
         f"{settings.where}: the environment cannot be loaded: {type(error).__name__}: {error}"
     )
 
 
-def _prompt(data: Any, settings: Settings) -> list[dict[str, str]]:
+def _prompt(data: Any, settings: EnvironmentSettings) -> list[dict[str, str]]:
     """Returns a task's first messages, which the row shows and whose length is checked.
 
     Raises:

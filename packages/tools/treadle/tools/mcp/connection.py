@@ -26,7 +26,7 @@ class Connections:
     """The open connections to one server.
 
     Args:
-        name: Of the server, for errors.
+        name: Name of the server, for errors.
     """
 
     def __init__(self, name: str, config: ServerConfig) -> None:

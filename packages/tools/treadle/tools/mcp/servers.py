@@ -36,9 +36,9 @@ class ServerConfig(BaseModel):
 
     Attributes:
         command: Started once per trajectory; it speaks the protocol over stdio.
-        url: Of a server that speaks streamable HTTP.
+        url: Address of a server that speaks streamable HTTP.
         auth_token: Sent as `Authorization: Bearer`; verl's key.
-        type: What other programs' files say; it follows from `command` or `url`.
+        type: The type in other programs' files; it follows from `command` or `url`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

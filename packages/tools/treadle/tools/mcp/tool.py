@@ -43,7 +43,7 @@ class McpTool:
     """One tool of a server.
 
     Attributes:
-        spec: As the server describes it.
+        spec: The server's description of the tool.
         places: Calls that run at a time; shared by the tools of one catalogue entry.
         timeout_s: Seconds for one answer. None: the loop's tool time limit.
     """

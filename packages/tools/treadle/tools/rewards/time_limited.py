@@ -27,7 +27,7 @@ class TimeLimitedReward:
     Args:
         make: Makes the reward in the separate process; picklable.
         timeout_s: Seconds that one trajectory may take. None: until its caller is cancelled.
-        timeout_score: What a trajectory that takes longer gets.
+        timeout_score: Score of a trajectory that takes longer.
 
     Raises:
         ValueError: `timeout_s` is not above 0.

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Protocol, Self
 
 from treadle.agent_loop import ToolError
@@ -53,7 +52,7 @@ class Program:
     Attributes:
         timeout_s: Wall-clock seconds, from its first instruction.
         memory_limit_mib: For it and its processes together. None: the sandbox's own limit.
-        stdin: What it reads. None: nothing.
+        stdin: Text of standard input; None: it is empty.
         files: Relative path to content; there before it begins.
         fetch_files: Paths to give back after it ended, relative to the work directory or absolute
             in the sandbox; missing ones are left out.
@@ -79,12 +78,12 @@ class Execution:
     """The result of a program.
 
     Attributes:
-        stdout: What it wrote, as UTF-8; bytes that are none become U+FFFD.
+        stdout: Standard output, as UTF-8; bytes that are none become U+FFFD.
         stderr: Likewise; a limit that ended the program is named at its end.
         return_code: Its exit status, or minus the number of the signal that ended it. None when
             it timed out.
         queue_s: Seconds it waited for a free place before, as far as the sandbox says.
-        files: Those of `Program.fetch_files` that exist.
+        files: Files of `Program.fetch_files` that exist.
         warm: Whether an interpreter with the libraries imported was waiting for it.
         num_retries: Times that it was asked for again because the sandbox did not answer.
     """
@@ -107,12 +106,7 @@ class Sandbox(Protocol):
         """Takes what running needs; raises `SetupError` where that is missing."""
         ...
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Ends the programs under way and frees everything."""
         ...
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from types import TracebackType
 from typing import Final, Self
 from urllib.parse import urlsplit
 
@@ -68,12 +67,7 @@ class FusionSandbox:
         self._client = await httpx.AsyncClient(limits=limits, trust_env=False).__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Closes it."""
         if self._client is not None:
             await self._client.aclose()

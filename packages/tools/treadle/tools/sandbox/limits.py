@@ -34,11 +34,11 @@ class SandboxLimits:
     """Bounds of one program.
 
     Attributes:
-        memory_mib: Of all its processes and files together, and the address space of each.
+        memory_mib: Limit of all its processes and files together, and of the address space of each.
         processes: Processes and threads at one time.
-        disk_mib: Of files it may write; they are in memory. `/dev/shm` has 8 MiB more.
+        disk_mib: Limit of the files it may write; they are in memory. `/dev/shm` has 8 MiB more.
         entries: Files and directories it may make.
-        output_kib: Of stdout, and as much of stderr.
+        output_kib: Limit of stdout, and the same of stderr.
         timeout_s: The longest `Program.timeout_s` that is accepted.
         nice: Added to the niceness of its processes.
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Literal, Self
 
 from treadle.agent_loop import SetupError
@@ -33,11 +32,11 @@ from treadle.tools.sandbox.execution import (
     SandboxError,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.isolation.bubblewrap import Launcher, explain, find_bubblewraps
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap, explain, find_bubblewraps
 from treadle.tools.sandbox.isolation.cgroups import ROOM_MIB, Cgroups, own_cgroup
 from treadle.tools.sandbox.isolation.host_files import HostFiles, find_host_files
 from treadle.tools.sandbox.isolation.seccomp import UnsupportedMachineError, compile_filter
-from treadle.tools.sandbox.isolation.worker import SCRIPTS, Worker
+from treadle.tools.sandbox.isolation.worker import SCRIPTS, WorkerProcess
 from treadle.tools.sandbox.limits import SandboxLimits
 
 _log = logging.getLogger(__name__)
@@ -51,8 +50,8 @@ class SandboxStats:
 
     Attributes:
         places: Programs that may run at one time.
-        waiting: That wait for a place.
-        started_warm: Of them, in a warm interpreter.
+        waiting: Number that wait for a place.
+        started_warm: Number of them in a warm interpreter.
         refused: Programs refused because the queue was full.
         failed: Programs of which nobody knows what came: the sandbox's fault.
         worst_case_mib: Memory that the running programs can have together.
@@ -114,13 +113,13 @@ class LocalSandbox:
         self._cgroups: Cgroups | None = None
         self._places = asyncio.Semaphore(self._num_places)
         self._running = self._waiting = 0
-        self._warm: deque[Worker] = deque()
+        self._warm: deque[WorkerProcess] = deque()
         self._changed = asyncio.Event()
         self._all_warm = asyncio.Event()
         self._recent_s: deque[float] = deque([1.0], maxlen=_RECENT)
         self._started = self._started_warm = self._refused = self._failed = 0
         self._stack = AsyncExitStack()
-        self._launcher: Launcher | None = None
+        self._launcher: Bubblewrap | None = None
         self._filter = b""
         self._files: HostFiles | None = None
 
@@ -149,12 +148,7 @@ class LocalSandbox:
             self._stack = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Ends the warm interpreters; programs under way end with their callers."""
         self._launcher = None
         await self._stack.aclose()
@@ -234,7 +228,7 @@ class LocalSandbox:
             worker = await self._start(self._launcher, preload=())
         return await worker.run(program)
 
-    async def _take_warm(self) -> Worker | None:
+    async def _take_warm(self) -> WorkerProcess | None:
         while self._warm:
             worker = self._warm.popleft()
             self._all_warm.clear()
@@ -244,8 +238,8 @@ class LocalSandbox:
             await worker.kill()
         return None
 
-    async def _start(self, launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
-        return await Worker.start(
+    async def _start(self, launcher: Bubblewrap, *, preload: tuple[str, ...]) -> WorkerProcess:
+        return await WorkerProcess.start(
             launcher, self._filter, self.limits, preload=preload, cgroups=self._cgroups
         )
 
@@ -276,14 +270,14 @@ class LocalSandbox:
             if ending:
                 await asyncio.wait(ending)
 
-    async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Launcher:
+    async def _first_that_works(self, stack: AsyncExitStack, files: HostFiles) -> Bubblewrap:
         reasons = []
         sandboxes = self._num_places + self._warm_wanted
         for bubblewrap in find_bubblewraps():
             async with AsyncExitStack() as trial:
                 try:
                     launcher = await trial.enter_async_context(
-                        Launcher(bubblewrap, files, self.limits, sandboxes=sandboxes)
+                        Bubblewrap(bubblewrap, files, self.limits, sandboxes=sandboxes)
                     )
                     await self._try(launcher)
                 except (SetupError, SandboxError) as error:
@@ -296,7 +290,7 @@ class LocalSandbox:
             "without. " + " | ".join(reasons)
         )
 
-    async def _try(self, launcher: Launcher) -> None:
+    async def _try(self, launcher: Bubblewrap) -> None:
         worker = await self._start(launcher, preload=self._preload)
         execution = await worker.run(_CHECK)
         if execution.status is not RunStatus.FINISHED or execution.stdout != "42\n":

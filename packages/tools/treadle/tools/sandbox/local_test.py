@@ -127,7 +127,7 @@ async def test_a_program_that_ended_while_this_process_stood_still_is_not_too_la
 ) -> None:
     start = sandbox._start
 
-    async def start_and_stand_still(*args: Any, **fields: Any) -> worker.Worker:
+    async def start_and_stand_still(*args: Any, **fields: Any) -> worker.WorkerProcess:
         begun = await start(*args, **fields)
         over, supervisor = begun._outputs.over, begun._supervisor
         assert supervisor is not None
@@ -239,7 +239,7 @@ async def test_leaving_leaves_nobody_also_when_it_is_cancelled(user_namespaces: 
 KILLED_WHILE_ONE_STARTS = """
 import asyncio, os
 from treadle.tools.sandbox import LocalSandbox, Program
-from treadle.tools.sandbox.isolation.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap
 
 async def main():
     async with LocalSandbox(places=1, warm=0, packages=(), preload=()) as sandbox:
@@ -255,7 +255,7 @@ async def main():
             return [*made[:place], "--userns-block-fd", str(block), *made[place:]]
 
         sandbox._launcher.command = blocked
-        Launcher.inherited_fds = (*fds, block)
+        Bubblewrap.inherited_fds = (*fds, block)
         running = asyncio.create_task(sandbox.run(Program(code="", timeout_s=60)))
         while not begun or b"}" not in (said := os.pread(begun[0], 4096, 0)):
             await asyncio.sleep(0)

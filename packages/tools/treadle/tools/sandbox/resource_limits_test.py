@@ -15,8 +15,8 @@ import pytest
 
 from treadle.tools.sandbox import Execution, LocalSandbox, Program, RunStatus
 from treadle.tools.sandbox.isolation import worker
-from treadle.tools.sandbox.isolation.bubblewrap import Launcher
-from treadle.tools.sandbox.isolation.worker import Worker
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap
+from treadle.tools.sandbox.isolation.worker import WorkerProcess
 from treadle.tools.sandbox.testing import processes_in
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -49,12 +49,12 @@ async def run(sandbox: LocalSandbox, code: str, **fields: object) -> Execution:
 
 def remember_workers(
     sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch
-) -> asyncio.Queue[Worker]:
+) -> asyncio.Queue[WorkerProcess]:
     """Gets each worker of the sandbox when it has started."""
-    started: asyncio.Queue[Worker] = asyncio.Queue()
+    started: asyncio.Queue[WorkerProcess] = asyncio.Queue()
     start = sandbox._start
 
-    async def remember(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+    async def remember(launcher: Bubblewrap, *, preload: tuple[str, ...]) -> WorkerProcess:
         begun = await start(launcher, preload=preload)
         started.put_nowait(begun)
         return begun
@@ -73,7 +73,9 @@ def namespaces_kept(sandbox: LocalSandbox, monkeypatch: pytest.MonkeyPatch) -> I
     with contextlib.ExitStack() as kept:
         start = sandbox._start
 
-        async def start_and_keep(launcher: Launcher, *, preload: tuple[str, ...]) -> Worker:
+        async def start_and_keep(
+            launcher: Bubblewrap, *, preload: tuple[str, ...]
+        ) -> WorkerProcess:
             begun = await start(launcher, preload=preload)
             with contextlib.suppress(OSError):  # it has ended, or nobody may look at it
                 namespace = os.open(f"/proc/{begun._pid}/ns/pid", os.O_RDONLY)

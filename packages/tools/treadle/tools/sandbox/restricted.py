@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from treadle.agent_loop import SetupError
@@ -77,12 +76,7 @@ class RestrictedSandbox:
             raise SetupError(f"cannot start the restricted interpreter: {error}") from error
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Ends the helper processes."""
         if self._pool is not None:
             await self._pool.__aexit__(None, None, None)

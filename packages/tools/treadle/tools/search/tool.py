@@ -52,7 +52,7 @@ class SearchTool:
     """Searches with a retrieval service or a local index.
 
     Args:
-        spec: What the model is told, if not `SPEC`.
+        spec: Description for the model; None: `SPEC`.
 
     Raises:
         SetupError: A setting is unknown or wrong, or the corpus cannot be read.

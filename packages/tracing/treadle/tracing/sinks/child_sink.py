@@ -9,7 +9,6 @@ batch waits until its client is made.
 
 import json
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from treadle.tracing import FinishedSpan, QueuedSink, SinkReport
-from treadle.tracing.child_process import end_now, supervised
+from treadle.tracing.child_process import end_now, piped_child
 from treadle.tracing.jsonl import to_bytes, to_json
 from treadle.tracing.sinks.child import BATCHES
 
@@ -48,17 +47,8 @@ class ChildSink(QueuedSink):
         capacity: int = 50_000,
         close_timeout_s: float = 30.0,
     ) -> None:
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("ab") as log:
-            self._process = subprocess.Popen(
-                supervised([sys.executable, "-P", "-m", "treadle.tracing.sinks.child"]),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                # Ctrl-C reaches only the parent, which then ends it.
-                start_new_session=True,
-            )
+        module = "treadle.tracing.sinks.child"
+        self._process = piped_child(module, log_path, environment=environment)
         hello = {"backend": backend, "settings": settings, "deadline_s": close_timeout_s}
         self._child = _ChildWriter(self._process, hello, log_path)
         super().__init__(

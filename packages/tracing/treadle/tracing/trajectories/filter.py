@@ -35,8 +35,7 @@ class FilterColumn(NamedTuple):
     """A name that a condition may begin with.
 
     Attributes:
-        sql: What it stands for; of a list, its elements as a list of strings.
-        kind: What it is compared as.
+        sql: Expression for it; for a list, its elements as a list of strings.
     """
 
     sql: str
@@ -84,7 +83,7 @@ class Condition:
 
     Attributes:
         operator: One that its kind knows.
-        value: As it is compared; None: a missing one.
+        value: Value to compare with; None: a missing one.
 
     Raises:
         FilterError: There is no such column, or it is not compared so.

@@ -177,21 +177,48 @@ class TrajectoryFiles:
 
         Args:
             step: Number of the step, 0 before training.
-            phase: As in the column `phase`.
+            phase: Value of the column `phase`.
             rollout_index: Among the samples of the row.
         """
-        cursor = self._cursor()
-        name = file_name(step, phase)
-        if name not in self._viewed:
-            return None
-        text = f"SELECT * FROM {self._source([name])} WHERE task_id = ? AND rollout_index = ?"
-        try:
-            found = _fetched(cursor, text, [task_id, rollout_index])
-        except (duckdb.Error, pa.ArrowInvalid) as error:
-            if self._explains(error):
-                return None
-            raise
-        return next(iter(_rows(found)), None)
+        rows = self.read_files(
+            [(step, phase)], groups=[(step, phase, task_id)], rollout_index=rollout_index
+        )
+        return next(iter(rows), None)
+
+    def steps(self) -> list[tuple[int, str]]:
+        """Returns step and phase of each file that queries read, in order."""
+        self._cursor()
+        return sorted(key for name in self._viewed if (key := parse_file_name(name)) is not None)
+
+    def read_files(
+        self,
+        keys: Sequence[tuple[int, str]],
+        columns: Sequence[str] = tuple(SCHEMA.names),
+        *,
+        groups: Sequence[tuple[int, str, str]] | None = None,
+        rollout_index: int | None = None,
+    ) -> list[dict[str, Any]]:
+        """Returns trajectories of some files only, in the order of `ORDER`.
+
+        Args:
+            keys: Step and phase of each file; one that is damaged or gone is passed over.
+            groups: Step, phase and task id; None: all of these files.
+            rollout_index: None: all samples of a row.
+        """
+        while True:
+            cursor = self._cursor()
+            names = {file_name(*key) for key in keys}.intersection(self._viewed)
+            text = (
+                f"SELECT {', '.join(map(_column, columns))} FROM {self._source(sorted(names))} "
+                "WHERE (? IS NULL OR list_contains(?, concat(step, ' ', phase, ' ', task_id))) AND "
+                f"rollout_index = coalesce(?, rollout_index) ORDER BY {', '.join(ORDER)}"
+            )
+            wanted = None if groups is None else [" ".join(map(str, each)) for each in groups]
+            try:
+                return _rows(_fetched(cursor, text, [wanted, wanted, rollout_index]))
+            except (duckdb.Error, pa.ArrowInvalid) as error:
+                if not self._explains(error):
+                    raise
 
     def sql(self, text: str) -> pa.Table:
         """Returns the result of a query over the view `trajectories`.

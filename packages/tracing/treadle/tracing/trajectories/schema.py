@@ -50,7 +50,7 @@ class Column(NamedTuple):
     Attributes:
         name: In the files and in SQL.
         nullable: Whether a value may be missing.
-        doc: What it means, in one sentence.
+        doc: Its meaning, in one sentence.
     """
 
     name: str

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import plotly
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -46,13 +45,11 @@ from treadle.tracing.viewer.trajectory import list_facets, list_page, read_traje
 __all__ = ["make_app"]
 
 _STATIC: Final = Path(__file__).parent / "static"
-_PLOTLY: Final = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
 _POLICY: Final = (
-    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Plotly adds styles. They can run nothing and load nothing, and no text of a model is markup."""
 _HEADERS: Final = (
     (b"content-security-policy", _POLICY.encode()),
     (b"cross-origin-opener-policy", b"same-origin"),
@@ -71,7 +68,7 @@ def make_app(runs: Sequence[Run], *, token: str | None) -> Starlette:
     """Returns the application.
 
     Args:
-        runs: What it shows, in this order.
+        runs: Runs in the order of the page.
         token: Without which nothing is answered. None: every user of this machine may read.
     """
 
@@ -96,7 +93,7 @@ def make_app(runs: Sequence[Run], *, token: str | None) -> Starlette:
         return handle
 
     def overview(request: Request) -> Response:
-        return _json({"plotly": plotly.__version__, "runs": [run.describe() for run in runs]})
+        return _json({"runs": [run.describe() for run in runs]})
 
     def image(request: Request) -> Response:
         path = find_image(run_of(request).directory, request.path_params["name"])
@@ -115,7 +112,6 @@ def make_app(runs: Sequence[Run], *, token: str | None) -> Starlette:
             Route(f"{run}/trajectory", answer(_trajectory)),
             Route(f"{run}/timeline", answer(_timeline)),
             Route(f"{run}/images/{{name}}", image),
-            Route("/plotly/{version}.js", _plotly),
             Mount("/", StaticFiles(directory=_STATIC, html=True)),
         ],
         middleware=[
@@ -158,11 +154,6 @@ def _trajectory(request: Request, run: Run) -> object:
 def _timeline(request: Request, run: Run) -> object:
     step, phase = _number(request, "step"), _text(request, "phase")
     return read_timeline(run.directory, run.trajectories, step, phase)
-
-
-def _plotly(request: Request) -> Response:
-    # The version is in the address, so that a browser asks once for each.
-    return FileResponse(_PLOTLY, media_type="text/javascript", headers=_FOREVER)
 
 
 def _text(request: Request, name: str) -> str:

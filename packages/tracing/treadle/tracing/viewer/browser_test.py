@@ -17,9 +17,16 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_playwright
 
-from treadle.tracing.trajectories import image_name, write_file, write_image
+from treadle.tracing.trajectories import (
+    Filter,
+    TrajectoryFiles,
+    image_name,
+    write_file,
+    write_image,
+)
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
 from treadle.tracing.viewer.app import make_app
+from treadle.tracing.viewer.one_file import make_page
 from treadle.tracing.viewer.runs import open_runs
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -36,7 +43,7 @@ _PNG = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNoAAAAggCBd81ytgAAAABJRU5ErkJggg=="
 )
 """One grey pixel."""
-expect.set_options(timeout=60_000)  # Five seconds are few for Plotly on a busy machine.
+expect.set_options(timeout=60_000)  # Five seconds are few on a busy machine.
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +66,7 @@ def browser() -> Iterator[Browser]:
 def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("runs")
     runs = [write_run(root / "first", steps=3), root / "second", root / "damaged"]
-    hostile = make_row(1, "train", 1, 0) | {
-        "task_id": "hostile",
-        "prompt": _HOSTILE,
-        "response": _HOSTILE,
-        "error": _HOSTILE,
-        "tools": [_HOSTILE],
-        "messages": json.dumps([{"role": role, "content": _HOSTILE} for role in ("user", "tool")]),
-        "findings": [{"kind": "drift", "text": _HOSTILE}],
-    }
-    for span in hostile["samples"][0]["spans"]:
-        span["text"] = _HOSTILE
-    write_file(root / "second" / "trajectories", step=1, phase="train", rows=[hostile])
+    write_file(root / "second" / "trajectories", step=1, phase="train", rows=[_hostile()])
     name = image_name(_PNG, "image/png")
     write_image(root / "second" / "trajectories", name, _PNG)
     said = [{"role": "user", "content": "What is it?", "images": [name]}]
@@ -87,6 +83,22 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield from _serve(runs)
 
 
+def _hostile() -> dict[str, Any]:
+    """Returns a row in which every text tries to be markup."""
+    row = make_row(1, "train", 1, 0) | {
+        "task_id": "hostile",
+        "prompt": _HOSTILE,
+        "response": _HOSTILE,
+        "error": _HOSTILE,
+        "tools": [_HOSTILE],
+        "messages": json.dumps([{"role": role, "content": _HOSTILE} for role in ("user", "tool")]),
+        "findings": [{"kind": "drift", "text": _HOSTILE}],
+    }
+    for span in row["samples"][0]["spans"]:
+        span["text"] = _HOSTILE
+    return row
+
+
 def _serve(runs: list[Path]) -> Iterator[str]:
     """Yields the address; requests that come before the server has started wait in the socket."""
     app = make_app(open_runs(runs), token=None)
@@ -101,7 +113,6 @@ def _serve(runs: list[Path]) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def context(browser: Browser) -> Iterator[BrowserContext]:
-    """One for all pages, so that Plotly is compiled once."""
     with browser.new_context(viewport={"width": 1200, "height": 800}, color_scheme="light") as one:
         yield one
 
@@ -125,15 +136,33 @@ def test_curves_of_all_runs_are_overlaid(page: Page, address: str) -> None:
     page.goto(address)
     chart = page.locator('[data-metric="reward/mean"]')
     # Of each of two runs the line and its smoothed line; the third has one point.
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(5)
+    expect(chart.locator(".trace")).to_have_count(5)
     page.keyboard.press("/")
     page.keyboard.type("b/c")
     page.locator(".metric-names label", has_text="c").click()
     expect(page.locator("[data-metric]")).to_have_count(2)
     page.get_by_label("Smoothing").fill("0")
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(3)
+    expect(chart.locator(".trace")).to_have_count(3)
     page.locator(".legend-item", has_text="second").click()
-    expect(chart.locator(".scatterlayer .trace")).to_have_count(2)
+    expect(chart.locator(".trace")).to_have_count(2)
+
+
+def test_a_curve_is_read_and_zoomed(page: Page, address: str) -> None:
+    page.goto(f"{address}#/curves?smooth=0&m=reward/mean")
+    chart = page.locator('[data-metric="reward/mean"]')
+    points = chart.locator("circle")
+    expect(points).to_have_count(41)
+    box = chart.locator(".plot svg svg").bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 1, box["y"] + 50)
+    expect(chart.locator(".values")).to_contain_text("first 0 at step 0")
+    before = points.nth(19).get_attribute("cx")
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 50)
+    page.mouse.up()
+    assert points.nth(19).get_attribute("cx") != before
+    page.mouse.dblclick(box["x"] + 9, box["y"] + 9)
+    assert points.nth(19).get_attribute("cx") == before
 
 
 def test_curves_grow_while_the_run_trains(page: Page, tmp_path: Path) -> None:
@@ -218,6 +247,45 @@ def test_the_timeline_says_where_time_went(page: Page, address: str) -> None:
     expect(page.get_by_label("Timeline of 2 trajectories")).to_be_visible()
     page.locator(".timeline canvas").click(position={"x": 40, "y": 86})
     expect(page.locator(".crumbs b")).to_contain_text("val/")
+
+
+def test_a_run_is_one_file(context: BrowserContext, address: str, tmp_path: Path) -> None:
+    assert address  # The fixture has made the runs.
+    run = write_run(tmp_path / "run", steps=3)
+    (run / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.5}\n')
+    (run / "config.json").write_text('{"model": {"path": "a/model"}}')
+    write_file(run / "trajectories", step=4, phase="train", rows=[_hostile()])
+    file = tmp_path / "report.html"
+    rows = (("", "start", "end"), (_HOSTILE, "0.1", "0.9"))
+    text = make_page(run, name="one", summary=rows)
+    file.write_text(text, errors="replace")
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(file.as_uri())
+    for shown in ("a/model", "0.9", "<script>window.ran"):
+        expect(page.locator("#view")).to_contain_text(shown)
+    expect(page.locator("nav a")).to_have_count(3)
+    page.keyboard.press("1")
+    expect(page.locator(".last")).to_have_text("0.5")
+    page.keyboard.press("2")
+    expect(page.locator(".pager")).to_contain_text("of 55 trajectories")
+    wanted = 'step=2 phase!=val tool=python error= text~"12" reward>=0 task_id!~x'
+    with TrajectoryFiles(run) as files:
+        count = files.count(Filter.parse(wanted))
+    page.get_by_label("Filter").fill(wanted)
+    expect(page.locator(".pager")).to_contain_text(f" of {count} trajectories")
+    page.get_by_label("Filter").fill("rewrd<1")
+    expect(page.locator("p.error")).to_contain_text("there is no column rewrd")
+    page.get_by_label("Filter").fill("step=4")
+    expect(page.locator(".pager")).to_contain_text(" of 1 trajectory")
+    page.locator("td a").click()
+    expect(page.locator(".message.user")).to_contain_text("<script>")
+    page.keyboard.press("t")
+    expect(page.locator(".span.sampled").first).to_contain_text("<script>")
+    assert page.evaluate("window.ran") is None
+    assert [url for url in asked if not url.startswith("data:")] == [file.as_uri()]
+    page.close()
 
 
 def test_two_runs_are_compared(page: Page, address: str) -> None:

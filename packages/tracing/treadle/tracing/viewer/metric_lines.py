@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-__all__ = ["START", "Increment", "InvalidCursorError", "read_increment"]
+__all__ = ["START", "Increment", "InvalidCursorError", "read_increment", "read_lines"]
 
 START: Final = "0-0"
 """The cursor of a reader that has read nothing."""
@@ -92,6 +92,21 @@ def read_increment(path: Path, cursor: str = START) -> Increment:
         damaged=len(parsed) - len(lines),
         more=more,
     )
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, float | None]], int]:
+    """Returns all lines of a log, and the number of damaged ones.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    lines, damaged, cursor, more = [], 0, START, True
+    while more:
+        found = read_increment(path, cursor)
+        lines += found.lines
+        damaged += found.damaged
+        cursor, more = found.cursor, found.more
+    return lines, damaged
 
 
 def _line(text: bytes) -> dict[str, float | None] | None:

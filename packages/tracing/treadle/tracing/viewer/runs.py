@@ -123,7 +123,7 @@ def _read_notes(path: Path) -> tuple[list[dict[str, Any]], int]:
         try:
             note = json.loads(line)
             notes.append({"step": int(note["step"]), "note": str(note["note"])})
-        except (KeyError, RecursionError, TypeError, ValueError):
+        except (KeyError, OverflowError, RecursionError, TypeError, ValueError):
             damaged += 1
     return notes[-_MAX_NOTES:], damaged
 

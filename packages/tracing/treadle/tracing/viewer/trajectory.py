@@ -14,7 +14,7 @@ from treadle.tracing.trajectories import Filter, TrajectoryFiles
 from treadle.tracing.trajectories.filter import Condition
 from treadle.tracing.viewer.runs import Run
 
-__all__ = ["list_facets", "list_page", "read_trajectory"]
+__all__ = ["for_page", "list_facets", "list_page", "read_trajectory"]
 
 _TABLE: Final = (
     *("step", "phase", "task_id", "rollout_index", "reward", "advantage", "stop", "error"),
@@ -68,19 +68,23 @@ def read_trajectory(
     found = run.trajectories.one(step, phase, task_id, rollout_index)
     if found is None:
         return None
-    for sample in found["samples"]:
-        _add_pieces(run, sample)
-    for span in found["trace"]:
-        span["attributes"] = _parsed(span["attributes"], {})
     same_row = Filter((Condition("task_id", "=", task_id), Condition("phase", "=", phase)))
     this_step = Filter((Condition("step", "=", float(step)),))
     other_steps = Filter((Condition("step", "!=", float(step)),))
     return {
-        **found,
-        "messages": _parsed(found["messages"], []),
+        **for_page(run, found),
         "group": run.trajectories.query(same_row & this_step, _GROUP),
         "other_steps": run.trajectories.query(same_row & other_steps, _OTHERS, limit=_MAX_OTHERS),
     }
+
+
+def for_page(run: Run, row: dict[str, Any]) -> dict[str, Any]:
+    """Returns all columns of a trajectory with JSON as data, and with the text of each token."""
+    for sample in row["samples"]:
+        _add_pieces(run, sample)
+    for span in row["trace"]:
+        span["attributes"] = _parsed(span["attributes"], {})
+    return row | {"messages": _parsed(row["messages"], [])}
 
 
 def _add_pieces(run: Run, sample: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ from treadle.trainer.checkpoint.run_directory import (
 )
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.report import MetricsLog, last_saved_step
+from treadle.trainer.report.seals import seal_file
 
 __all__ = [
     "ResumePoint",
@@ -50,8 +51,9 @@ class ResumePoint:
 
     Attributes:
         begun: Whether the directory holds steps of the run already.
-        checkpoint: What to resume from; None: from the model directory.
-        notes: What the user is to know: damage that was found, and settings that have changed.
+        checkpoint: The checkpoint that the run resumes from; None: it begins with the model
+            directory.
+        notes: Notes for the user: damage that was found, and settings that have changed.
         origin: The other run that `checkpoint` is of; None: it is of this run.
         set_back: Whether `checkpoint` is to become the latest of this run.
     """
@@ -113,7 +115,7 @@ def find_resume_point(
     """Returns where a run of this configuration begins or resumes in the directory.
 
     Args:
-        config: Of the run as it would begin or resume.
+        config: Configuration of the run as it would begin or resume.
         contents: Whether to read the files of the checkpoint once, to compare them with its
             manifest; else only their sizes are compared.
 
@@ -186,6 +188,7 @@ def find_resume_point(
 def open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
     """Opens the metrics log; the checkpoint has the last step's line, if the trainer died first."""
     log = MetricsLog(run_dir / "metrics.jsonl", resume_after=resume.after)
+    seal_file(run_dir, max(log.last_step, 0), CONFIG)
     if resume.origin is not None:
         return log
     if resume.checkpoint is not None and log.last_step < resume.checkpoint.step:

@@ -19,10 +19,10 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from treadle.trainer.checkpoint.manifest import (
@@ -79,8 +79,8 @@ class Checkpoint:
         critic_directory: The critic's tensors, if there is a critic.
         hf_directory: The model as a Hugging Face directory; None if the checkpoint has none.
         config_file: The configuration of the run as it was then; None if the checkpoint has none.
-        groups: Of a schedule that samples beside training: the groups that were begun and not
-            trained on, and which is next. None: of the synchronous one.
+        groups: State of a schedule that samples beside training: the groups that were begun and not
+            trained on, and which is next. None: the synchronous schedule.
         checked_bytes: Size of the files that were compared; None for a checkpoint of release 0.1,
             which has no manifest.
     """
@@ -139,12 +139,7 @@ class RunDirectory:
         os.write(self._lock, f"{os.getpid()}\n".encode())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         """Frees the directory."""
         assert self._lock is not None
         os.close(self._lock)
@@ -191,6 +186,8 @@ class Checkpoints:
         self._directory = directory
         self._keep = keep
         self._last_good: Path | None = None
+        self.saved_at = time.monotonic()
+        """When the last checkpoint was complete, or this was made, in monotonic seconds."""
 
     @property
     def last_good(self) -> Path | None:
@@ -361,6 +358,7 @@ class Checkpoints:
             manifest = f"{self._directory.name}/{name}/{MANIFEST}"
             seal_file(self._directory.parent, step, manifest)
             self._point_to(name)
+        self.saved_at = time.monotonic()
         self._remove_old(name)
 
     @contextlib.contextmanager

@@ -1,19 +1,17 @@
 """`treadle doctor`: what is wrong with this environment, this machine and a run, and what to do."""
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
+from treadle.tracing.finding import Finding, Level, as_table
 from treadle.trainer.cli.config_files import add_config_options, config_files
 from treadle.trainer.cli.console import fail, say
 from treadle.trainer.config.load import ConfigError
 
-if TYPE_CHECKING:
-    from treadle.trainer.doctor import Finding
+__all__ = ["as_json", "main"]
 
-__all__ = ["as_json", "as_table", "main"]
+_MAX_WIDTH = 24
 
 _USAGE = """\
 Checks the environment and the machine and says how to fix what fails. With the arguments of a
@@ -45,7 +43,6 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         return fail(error)
     from treadle.trainer.doctor import (
-        Level,
         check_environment,
         check_gpus,
         check_machine,
@@ -60,35 +57,12 @@ def main(argv: Sequence[str]) -> int:
     }
     if files or args.overrides:
         found["run"] = list(check_settings(files, args.overrides, gpus=gpus))
-    say(as_json(found) if args.json else as_table(found))
+    say(as_json(found) if args.json else as_table(found, max_width=_MAX_WIDTH))
     every = [finding for findings in found.values() for finding in findings]
     return int(any(finding.level is Level.FAIL for finding in every))
 
 
-def as_table(found: Mapping[str, Sequence["Finding"]]) -> str:
-    """Returns the findings of each area as text for people."""
-    from treadle.trainer.doctor import Level
-
-    every = [finding for findings in found.values() for finding in findings]
-    width = min(24, max(len(finding.check) for finding in every))
-    lines = []
-    for area, findings in found.items():
-        lines.append(area)
-        for finding in findings:
-            value = finding.value.replace("\n", f"\n{'':{width + 10}}")
-            lines.append(f"  {finding.level.value:4}  {finding.check:{width}}  {value}")
-            if finding.cause:
-                lines.append(f"        {'':{width}}  because: {finding.cause}")
-            if finding.fix:
-                lines.append(f"        {'':{width}}  do: {finding.fix}")
-    counts = [f"{sum(f.level is level for f in every)} {level.value}" for level in Level]
-    return "\n".join([*lines, ", ".join(counts)])
-
-
-def as_json(found: Mapping[str, Sequence["Finding"]]) -> str:
+def as_json(found: Mapping[str, Sequence[Finding]]) -> str:
     """Returns a JSON object: area -> array of findings."""
-    rows = {
-        area: [dataclasses.asdict(f) | {"level": f.level.value} for f in findings]
-        for area, findings in found.items()
-    }
+    rows = {area: [finding.as_json() for finding in findings] for area, findings in found.items()}
     return json.dumps(rows, indent=1)

@@ -3,9 +3,9 @@ import socket
 
 import pytest
 
-from treadle.trainer.cli.doctor import as_json, as_table
+from treadle.tracing.finding import as_table, fail, ok
+from treadle.trainer.cli.doctor import as_json
 from treadle.trainer.demo import DEMO
-from treadle.trainer.doctor.finding import fail, ok
 from treadle.trainer.main import main
 
 

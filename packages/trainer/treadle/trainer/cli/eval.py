@@ -80,15 +80,12 @@ def main(argv: Sequence[str]) -> int:
         0, every row was evaluated; 1, no trajectory ended well, or no server is left; 2, the input
         is wrong; 130 or 143, it was interrupted.
     """
-    from treadle.agent_loop import SetupError
-    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-    from treadle.trainer.config.load import ConfigError
-    from treadle.trainer.data import DataError
     from treadle.trainer.evaluation.check import check_evaluation
     from treadle.trainer.evaluation.evaluate import evaluate
     from treadle.trainer.evaluation.settings import load_settings
     from treadle.trainer.evaluation.source import find_source
     from treadle.trainer.launch.process import ProcessError
+    from treadle.trainer.preflight.table import INPUT_ERRORS
     from treadle.trainer.rollout.outages import OutageError
     from treadle.trainer.rollout.server_pool import NoServerLeftError
 
@@ -109,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
             say(f"note: {note}")
         checked = check_evaluation(settings.config, source, out)
         results = asyncio.run(until_signal(evaluate(checked)))
-    except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
+    except INPUT_ERRORS as error:
         return fail(error)
     except (NoServerLeftError, OutageError, ProcessError) as error:
         return fail(error, status=1)

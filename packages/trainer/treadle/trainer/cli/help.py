@@ -26,7 +26,7 @@ COMMANDS = MappingProxyType(
         "report": "make the report of a run again",
         "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",
         "verify": "check a run: its files against each other, and its steps computed again",
-        "view": "show runs in a browser or terminal: curves, trajectories, where the time went",
+        "view": "show runs in a browser or as text: curves, trajectories, where the time went",
     }
 )
 """The purpose of each command; `treadle COMMAND --help` says how."""

@@ -5,15 +5,19 @@ latest checkpoint.
 """
 
 import argparse
-import asyncio
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from treadle.trainer.checkpoint.run_directory import new_run_dir
-from treadle.trainer.cli.console import FULL_DISK, fail, say
-from treadle.trainer.cli.interrupt import Interrupted, interrupted_text, until_signal
+from treadle.trainer.cli.config_files import add_run_options
+from treadle.trainer.cli.console import fail, say
+from treadle.trainer.cli.run_command import run_command
 from treadle.trainer.config.load import ConfigError, LoadedSftConfig, load_sft_config
+
+if TYPE_CHECKING:
+    from treadle.trainer.report import Summary
 
 __all__ = ["command", "main"]
 
@@ -25,14 +29,7 @@ says. Rows have the columns `messages` and, optionally, `tools`. The run directo
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="treadle sft", description=_USAGE, add_help=False)
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="this text, or the keys of a section as data, or of all",
-    )
+    add_run_options(parser, section="data")
     parser.add_argument(
         "--config",
         action="append",
@@ -40,12 +37,6 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="YAML file; may be repeated, later ones win",
-    )
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every key, its value and its source"
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="make every check, print the plan and stop"
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="as data.batch_size=32; wins over files"
@@ -83,13 +74,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
-    from treadle.agent_loop import SetupError
-    from treadle.policy.client.group import PolicyError
-    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-    from treadle.trainer.data import DataError
-    from treadle.trainer.launch.process import ProcessError
-    from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
-    from treadle.trainer.report import Summary, print_summary
+    from treadle.trainer.launch.resuming import settings_to_resume
+    from treadle.trainer.preflight.table import INPUT_ERRORS
     from treadle.trainer.sft.check import check_sft
     from treadle.trainer.sft.run import run_sft
 
@@ -98,28 +84,15 @@ def _run(loaded: LoadedSftConfig, *, dry: bool) -> int:
     say("checking settings, rows, model and tokenizer")
     try:
         run = check_sft(config, run_dir, keep_torch_out=True, gpus_needed=not dry)
-        if dry:
-            say("\n".join((*run.notes, run.plan())))
-            return 0
-
-        def attempt(losses: Sequence[str]) -> Summary:
-            again = settings_to_resume(config, losses)
-            checked = check_sft(again, run_dir, keep_torch_out=True) if losses else run
-            return asyncio.run(until_signal(run_sft(checked, losses=losses)))
-
-        summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
-    except (ConfigError, DataError, RunDirectoryError, SetupError) as error:
+    except INPUT_ERRORS as error:
         return fail(error)
-    except PolicyError as error:
-        return fail(error, status=2 if error.from_input else 1)
-    except ProcessError as error:
-        return fail(error, status=1)
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
-    except Interrupted as ended:
-        say(interrupted_text(run_dir), error=True)
-        return 128 + ended.number
-    print_summary(summary, run_dir)
-    return 0
+    if dry:
+        say("\n".join((*run.notes, run.plan())))
+        return 0
+
+    def attempt(losses: Sequence[str]) -> "Coroutine[Any, Any, Summary]":
+        again = settings_to_resume(config, losses)
+        checked = check_sft(again, run_dir, keep_torch_out=True) if losses else run
+        return run_sft(checked, losses=losses)
+
+    return run_command(attempt, run_dir, max_failures=config.launch.max_failures)

@@ -5,18 +5,21 @@ latest checkpoint.
 """
 
 import argparse
-import asyncio
 import importlib.metadata
 import sys
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from treadle.trainer.checkpoint.run_directory import new_run_dir
-from treadle.trainer.cli.config_files import add_config_options, config_files
-from treadle.trainer.cli.console import FULL_DISK, exit_text, fail, say
-from treadle.trainer.cli.interrupt import Interrupted, interrupted_text, until_signal
+from treadle.trainer.cli.config_files import add_config_options, add_run_options, config_files
+from treadle.trainer.cli.console import fail, say
+from treadle.trainer.cli.run_command import run_command
 from treadle.trainer.config.load import ConfigError, LoadedConfig, MissingSettings, load_config
 from treadle.trainer.demo import DEMO
+
+if TYPE_CHECKING:
+    from treadle.trainer.report import Summary
 
 __all__ = ["main"]
 
@@ -32,24 +35,9 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
     )
-    parser.add_argument(
-        "-h",
-        "--help",
-        nargs="?",
-        const="",
-        metavar="SECTION",
-        help="this text, or the keys of a section as rollout, or of all",
-    )
+    add_run_options(parser, section="rollout")
     parser.add_argument("--version", action="store_true", help="print the version")
     add_config_options(parser)
-    parser.add_argument(
-        "--print-config", action="store_true", help="print every key, its value and its source"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="make every check, print the plan and stop",
-    )
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -110,24 +98,26 @@ def _run(args: argparse.Namespace) -> int:
 def _with_other_problems(args: argparse.Namespace, missing: MissingSettings) -> Exception:
     """Returns what else is wrong too, as far as it does not depend on what is missing."""
     from treadle.trainer.preflight import check_run
+    from treadle.trainer.preflight.table import INPUT_ERRORS
 
     below = [f"{key}=none" for key in missing.keys]
     loaded = load_config(args.config, args.overrides, default_file=DEMO, below=below)
     try:
         check_run(loaded.config, _run_dir(loaded), plan_only=True, missing=missing)
-    except _user_errors() as error:
+    except INPUT_ERRORS as error:
         return error
     return missing
 
 
 def _dry_run(loaded: LoadedConfig) -> int:
     from treadle.trainer.preflight import check_run
+    from treadle.trainer.preflight.table import INPUT_ERRORS
 
     wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # beside the user's reward.py
     try:
         run = check_run(loaded.config, _run_dir(loaded), plan_only=True)
-    except _user_errors() as error:
-        return fail(error)
+    except INPUT_ERRORS as error:
+        return fail(_as_written(error, loaded))
     finally:
         sys.dont_write_bytecode = wrote
     for note in run.inputs.notes:
@@ -136,68 +126,34 @@ def _dry_run(loaded: LoadedConfig) -> int:
     return 0
 
 
+def _as_written(error: Exception, loaded: LoadedConfig) -> Exception:
+    """Returns the error with the arguments that set a key of it by another name, as verl's."""
+    for key, source in loaded.sources.items():
+        own = source.lstrip("+").startswith(f"{key}=")
+        if f"{key}=" in str(error) and "=" in source and not own:
+            error.add_note(f"{key} was given as {source}")
+    return error
+
+
 def _run_dir(loaded: LoadedConfig) -> Path:
     return loaded.config.run.dir or new_run_dir(loaded.config.run.name)
 
 
-def _user_errors() -> tuple[type[Exception], ...]:
-    from treadle.agent_loop import SetupError
-    from treadle.trainer.checkpoint.run_directory import RunDirectoryError
-    from treadle.trainer.data import DataError
-
-    return ConfigError, DataError, RunDirectoryError, SetupError
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    from treadle.policy.algorithms.estimators import AdvantageError
-    from treadle.policy.weight_sync.errors import WeightSyncError
-    from treadle.trainer.launch.process import ProcessError
-    from treadle.trainer.rollout.outages import OutageError
-    from treadle.trainer.rollout.server_pool import NoServerLeftError
-    from treadle.trainer.training_loop.groups import NoGroupLeftError
-
-    return (
-        AdvantageError,
-        NoGroupLeftError,
-        NoServerLeftError,
-        OutageError,
-        ProcessError,
-        WeightSyncError,
-    )
-
-
 def _train(loaded: LoadedConfig) -> int:
-    from treadle.policy.client.group import PolicyError
-    from treadle.trainer.launch.resuming import run_resuming, settings_to_resume
+    from treadle.trainer.launch.resuming import settings_to_resume
     from treadle.trainer.preflight import check_run
-    from treadle.trainer.report import Summary, print_summary
+    from treadle.trainer.preflight.table import INPUT_ERRORS
     from treadle.trainer.training_loop.train import run_training
 
     config, run_dir = loaded.config, _run_dir(loaded)
 
-    def attempt(losses: Sequence[str]) -> Summary:
-        checked = check_run(settings_to_resume(config, losses), run_dir)
-        return asyncio.run(until_signal(run_training(checked, losses=losses)))
+    def attempt(losses: Sequence[str]) -> "Coroutine[Any, Any, Summary]":
+        try:
+            checked = check_run(settings_to_resume(config, losses), run_dir)
+        except INPUT_ERRORS as error:
+            _as_written(error, loaded)
+            raise
+        return run_training(checked, losses=losses)
 
     say("checking settings, rows, your code, model and tokenizer")
-    try:
-        summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)
-    except _user_errors() as error:
-        return fail(error)
-    except PolicyError as error:
-        return fail(error, status=2 if error.from_input else 1)
-    except _failures() as error:
-        return fail(error, status=1)
-    except OSError as error:
-        if error.errno not in FULL_DISK:
-            raise
-        return fail(OSError(f"run.dir={run_dir}: {error.strerror}; make room and start again"))
-    except Interrupted as ended:
-        say(interrupted_text(run_dir), error=True)
-        return 128 + ended.number
-    except SystemExit as exit_:
-        # The status would be the user's, 0 even, though the run has not done what was asked.
-        say(f"error: {exit_text(exit_)}", error=True)
-        return 1
-    print_summary(summary, run_dir)
-    return 0
+    return run_command(attempt, run_dir, max_failures=config.launch.max_failures)

@@ -125,6 +125,14 @@ def test_rows_that_ask_for_what_is_not_there_end_the_run_before_anything_starts(
         (["--config", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--dry-run", "data.train_files=nowhere.jsonl"], "nowhere.jsonl does not exist"),
         (["--dry-run", "data.prompts_per_step=5000"], "exceeds the"),
+        (
+            ["--dry-run", "algorithm.adv_estimator=foo"],
+            "algorithm.advantage was given as algorithm.adv_estimator=foo",
+        ),
+        (
+            [f"actor_rollout_ref.model.custom_chat_template={'{{x}}' * 1000}"],
+            f"custom_chat_template={'{{x}}' * 16} is not available: the chat template is that of",
+        ),
     ],
 )
 def test_bad_arguments_give_one_message_and_status_2(
@@ -169,7 +177,7 @@ def test_what_ends_a_run_from_outside_is_one_line(
     def read(_: object, **limits: object) -> None:
         raise error
 
-    monkeypatch.setattr("treadle.trainer.preflight.check.read_rows", read)
+    monkeypatch.setattr("treadle.trainer.preflight.table.read_rows", read)
     assert main([f"run.dir={tmp_path / 'run'}"]) == status
     err = capsys.readouterr().err
     assert message in err

@@ -59,9 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--format",
-        choices=("table", "json", "csv"),
+        choices=("table", "json", "csv", "text"),
         default="table",
-        help="json: an object per line; default: table",
+        help="json: an object per line; text: each trajectory as a conversation; default: table",
     )
     parser.add_argument(
         "--limit",
@@ -81,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         TrajectoryFiles,
         UnknownColumnError,
     )
+    from treadle.tracing.viewer.text import conversation
     from treadle.trainer.cli.rows import write_rows
 
     parser = _parser()
@@ -89,6 +90,8 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--limit is {args.limit}: it must be at least 1")
     if args.sql is not None and (args.filter or args.columns or args.order_by):
         parser.error("--sql says itself which rows and columns it wants: leave out the others")
+    if args.format == "text" and (args.sql is not None or args.columns):
+        parser.error("--format text shows whole trajectories: leave out --sql and --columns")
     with TrajectoryFiles(args.run) as files:
         try:
             if not files.num_files and not files.damaged:
@@ -97,10 +100,16 @@ def main(argv: Sequence[str]) -> int:
                     "of an evaluation, after its first step"
                 )
             table, total = _answer(files, args)
+            if args.format == "text":
+                for row in table.to_pylist():
+                    # None: its file was removed meanwhile.
+                    if (found := files.one(**row)) is not None:
+                        sys.stdout.write(f"{conversation(found)}\n\n")
         except (TrajectoriesError, FilterError, SqlError, UnknownColumnError) as error:
             return fail(error)
         damaged, left_out = files.damaged, files.left_out
-    write_rows(table, args.format, sys.stdout)
+    if args.format != "text":
+        write_rows(table, args.format, sys.stdout)
     sys.stdout.flush()
     if table.num_rows < total:
         say(f"{table.num_rows:,} of {total:,}; --limit shows more", error=True)
@@ -127,7 +136,7 @@ def _answer(files: "TrajectoryFiles", args: argparse.Namespace) -> "tuple[pa.Tab
         where &= Filter.parse(text)
     table = files.table(
         where,
-        columns=_names(args.columns) or _COLUMNS,
+        columns=_COLUMNS[:4] if args.format == "text" else _names(args.columns) or _COLUMNS,
         order_by=_names(args.order_by),
         limit=args.limit or _LIMIT,
     )

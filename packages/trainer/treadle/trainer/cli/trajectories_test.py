@@ -76,6 +76,17 @@ def test_a_table_and_csv_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture
     assert line[1].endswith("turned\n" + "long " * 50)
 
 
+def test_trajectories_are_read_as_conversations(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--format=text", "--filter=step=2 phase=train tool=python", "--limit=2"]
+    assert main(["trajectories", str(run_dir), *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.count("step 2  train") == captured.out.count("[user]") == 2
+    assert captured.out.count("-> python(") == 2
+    assert "; --limit shows more" in captured.err
+
+
 def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / DIRECTORY
     write_file(directory, step=1, phase="train", rows=make_rows(1, "train", rows=1), left_out=1500)
@@ -95,6 +106,7 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (["RUN", "--order-by=-rewrd"], "there is no column 'rewrd'"),
         (["RUN", "--sql=DROP VIEW trajectories"], "write one SELECT"),
         (["RUN", "--sql=SELECT 1", "--filter=step=1"], "--sql says itself which rows"),
+        (["RUN", "--format=text", "--columns=step"], "--format text shows whole trajectories"),
         (["RUN", "--limit=0"], "--limit is 0: it must be at least 1"),
     ],
 )

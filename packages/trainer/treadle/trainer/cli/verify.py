@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,11 +90,12 @@ async def _replayed(args: argparse.Namespace, config: "Config") -> list[str]:
 
     metrics = {int(each["step"]): each for each in read_metrics(args.run / "metrics.jsonl")}
     steps = 0
-    found = replay_problems(args.run, config, metrics, after=args.after, bound=args.bound)
-    async for step, problems in found:
-        if problems:
-            return [f"step {step}: {problem}" for problem in problems]
-        steps += 1
+    replay = replay_problems(args.run, config, metrics, after=args.after, bound=args.bound)
+    async with contextlib.aclosing(replay) as found:
+        async for step, problems in found:
+            if problems:
+                return [f"step {step}: {problem}" for problem in problems]
+            steps += 1
     exact = f"within {args.bound:g} nats" if args.bound else "bit for bit"
     say(f"{steps} steps were computed again, and are what the run recorded, {exact}")
     return []

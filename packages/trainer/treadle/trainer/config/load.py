@@ -67,7 +67,7 @@ class MissingSettings(ConfigError):
     """Required settings are missing, and nothing else is wrong with the configuration.
 
     Attributes:
-        errors: What says so, for each.
+        errors: One error for each missing setting.
     """
 
     def __init__(self, keys: tuple[str, ...], text: str, errors: tuple[Exception, ...]) -> None:

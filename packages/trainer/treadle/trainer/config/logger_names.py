@@ -16,7 +16,7 @@ class NamedLogger:
     """A logger of this package.
 
     Attributes:
-        module: Of this package; its class is `Logger`.
+        module: Module of this package; its class is `Logger`.
     """
 
     module: str

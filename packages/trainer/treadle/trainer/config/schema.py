@@ -242,6 +242,22 @@ class StepsConfig(Section):
         times = [each for each in (often, minutes, last, "when interrupted") if each]
         return " and ".join([", ".join(times[:-1]), times[-1]])
 
+    def validates(self, step: int, *, last: bool) -> bool:
+        """Returns whether a step ends with a validation."""
+        return self.val_every is not None and (last or step % self.val_every == 0)
+
+    def saves(self, step: int, *, last: bool) -> bool:
+        """Returns whether a step ends with a checkpoint, whatever the time is.
+
+        A step that does keeps no groups for the next one, and a run must not depend on the clock.
+        """
+        due = self.save_every is not None and step % self.save_every == 0
+        return due or (last and self.save_last)
+
+    def saves_hf(self, *, last: bool) -> bool:
+        """Returns whether the checkpoint of a step also holds a Hugging Face directory."""
+        return self.save_hf == "every" or (last and self.save_hf == "last")
+
     def is_time_to_save(self, saved_at: float) -> bool:
         """Returns whether the last checkpoint, in monotonic seconds, is older than save_minutes."""
         return time.monotonic() - saved_at > 60 * (self.save_minutes or math.inf)

@@ -7,7 +7,7 @@ where they are one section, the same declaration.
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -170,3 +170,4 @@ class SftConfig(Section):
 
 AnyConfig = Config | SftConfig
 """The configuration of either kind of run."""
+ConfigT = TypeVar("ConfigT", Config, SftConfig)

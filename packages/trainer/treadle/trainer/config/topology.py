@@ -27,7 +27,7 @@ class Devices:
     """GPUs of one node.
 
     Attributes:
-        indices: Of the GPUs, among those of the node that the run may use.
+        indices: Indices of the GPUs, among those of the node that the run may use.
     """
 
     node: int
@@ -40,8 +40,8 @@ class Topology:
 
     Attributes:
         gpus_per_node: Number of GPUs of each.
-        ranks: Of each policy rank, by its number.
-        servers: Of each rollout server, by its number.
+        ranks: One per policy rank, by its number.
+        servers: One per rollout server, by its number.
     """
 
     nodes: int
@@ -116,8 +116,8 @@ def derived_settings(given: Mapping[str, Any], defaults: Mapping[str, Any]) -> d
     """Returns the settings that follow from the GPUs, without those that are given.
 
     Args:
-        given: What the user set, by key; what is of a wrong type is left to the validation.
-        defaults: Of every key of the tree.
+        given: The user's settings, by key; a value of a wrong type is left to the validation.
+        defaults: One for every key of the tree.
 
     Raises:
         ValueError: The GPUs do not divide into the processes' shares.

@@ -715,6 +715,7 @@ def translate(
 def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[Assignment]:
     """Returns one assignment in our keys; adds to `notes` what is accepted without effect."""
     key, value = assignment.key, assignment.value
+    given_as = f"{key}={value!s:.80}"  # a chat template is long
     if leaf_of(key) is not None:
         return [assignment]
     if follows_another(assignment):
@@ -726,7 +727,7 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
     if key.startswith(_ENGINE_KWARGS) and key not in verl_defaults():
         given = _engine_args(key, value, values)
         if given is None:
-            notes.append(f"{key}={value} has no effect: rollout.name is another engine")
+            notes.append(f"{given_as} has no effect: rollout.name is another engine")
             return []
         return [replace(assignment, key=k, value=v) for k, v in given.items()]
     if key in _CONVERTED:
@@ -735,18 +736,18 @@ def _translated(assignment: Assignment, values: Verl, notes: list[str]) -> list[
         accepted, why = IMPLIED[key]
         if value not in accepted:
             wanted = " or ".join(dict.fromkeys(str(v) for v in accepted))
-            raise ConfigError(f"{key}={value} is not available, only {wanted}: {why}")
+            raise ConfigError(f"{given_as} is not available, only {wanted}: {why}")
         return []
     if (note := _without_effect(key)) is not None:
         if key not in verl_defaults() or not has_default(key, value, values):
-            notes.append(f"{key}={value} has no effect: {note}")
+            notes.append(f"{given_as} has no effect: {note}")
         return []
     if (recorded := above(key)) is None:
         if (other := of_other_releases(key)) is not None:
-            raise ConfigError(f"{key}={value} is not available: {other}")
+            raise ConfigError(f"{given_as} is not available: {other}")
         return [assignment]
     if key != recorded or not has_default(key, value, values):
-        raise ConfigError(f"{key}={value} is not available: {reason(key)}")
+        raise ConfigError(f"{given_as} is not available: {reason(key)}")
     return []
 
 

@@ -53,7 +53,7 @@ def with_images(
     """Returns messages with the images of a row at their marks; see `row_messages`.
 
     Args:
-        column: What the row has in the column; None: nothing.
+        column: Value of the row's column; None: it is empty.
 
     Raises:
         ValueError: See `row_messages`.

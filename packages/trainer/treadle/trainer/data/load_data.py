@@ -132,7 +132,7 @@ def check_ground_truth(
 
     Args:
         split: Names the rows in messages: "train" or "val".
-        reward: As loaded; None if it could not be, which is another problem.
+        reward: The loaded reward; None if it could not be loaded, which is another problem.
 
     Raises:
         DataError: There is one such row, or several with one problem.

@@ -52,7 +52,7 @@ def read_message(value: object, where: str, *, exact: bool, images: bool) -> Mes
     """Returns one message.
 
     Args:
-        value: As the row has it.
+        value: Raw value of the row's column.
         where: Names the message in errors, as "prompt[0]".
         images: Whether the row has images that a part can stand for.
 

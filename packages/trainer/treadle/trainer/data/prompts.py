@@ -135,7 +135,7 @@ class PromptsInFiles(Sequence[Prompt]):
     """The prompts of rows that stay in their files: 16 bytes each, made when they are asked for.
 
     Args:
-        split: As of `make_prompts`, as the next two.
+        split: See `make_prompts`, also for the next two.
         renderer: Renders again what has to be shortened again.
     """
 

@@ -16,7 +16,7 @@ class RowProblems:
     """Problems by their kind, which is their text without values, with the places of their rows.
 
     Args:
-        rows: What the rows are called in messages, as "train rows".
+        rows: Name of the rows in messages, as "train rows".
     """
 
     def __init__(self, rows: str) -> None:
@@ -28,7 +28,8 @@ class RowProblems:
 
         Args:
             place: The row's file and line.
-            problem: What is wrong; rows whose texts differ in a value alone are counted together.
+            problem: The problem's text; rows whose texts differ in a value alone are counted
+                together.
             cause: The error that said so.
         """
         kind = _VALUES.sub("", problem)

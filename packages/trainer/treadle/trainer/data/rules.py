@@ -37,7 +37,6 @@ class PromptRules:
     Attributes:
         default_loop: The loop of rows without `agent_name`.
         max_prompt_tokens: Maximum length of the rendered prompt.
-        overlong: What to do with a longer prompt.
         tools: By name; empty if no tools are configured.
         images: Whether rows may have images: if the model sees, or is not known.
     """

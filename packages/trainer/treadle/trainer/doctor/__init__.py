@@ -9,14 +9,11 @@ says what to do. The list of a run's checks is that of `preflight`; there is no 
 """
 
 from treadle.trainer.doctor.environment import check_environment
-from treadle.trainer.doctor.finding import Finding, Level
 from treadle.trainer.doctor.gpus import check_gpus
 from treadle.trainer.doctor.machine import check_machine
 from treadle.trainer.doctor.run import check_settings
 
 __all__ = [
-    "Finding",
-    "Level",
     "check_environment",
     "check_gpus",
     "check_machine",

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from treadle.policy.backends.registry import describe
-from treadle.trainer.doctor.finding import Finding, fail, ok, warn
+from treadle.tracing.finding import Finding, fail, ok, warn
 from treadle.trainer.doctor.probe import Probed, probe
 
 __all__ = [

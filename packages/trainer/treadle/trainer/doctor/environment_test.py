@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from treadle.policy.backends.megatron import VERSIONS
+from treadle.tracing.finding import Level
 from treadle.trainer.doctor.environment import (
     LEAST,
     check_build,
@@ -19,7 +20,6 @@ from treadle.trainer.doctor.environment import (
     check_virtual_environment,
     release,
 )
-from treadle.trainer.doctor.finding import Level
 from treadle.trainer.doctor.probe import probe
 
 _TORCH = """

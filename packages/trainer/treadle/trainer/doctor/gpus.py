@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from treadle.trainer.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.finding import Finding, fail, gib, ok, warn
 from treadle.trainer.launch.gpus import Gpu
 
 __all__ = ["check_gpus"]

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.trainer.doctor.finding import Finding, Level
+from treadle.tracing.finding import Finding, Level
 from treadle.trainer.doctor.gpus import check_gpus
 from treadle.trainer.launch.gpus import all_gpus
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from treadle.agent_loop import SetupError
-from treadle.trainer.doctor.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.finding import Finding, fail, gib, ok, warn
 from treadle.trainer.launch.environment import cpu_count
 
 __all__ = [
@@ -85,7 +85,6 @@ def check_disk(path: Path, wanted_bytes: int) -> Finding:
 
     Args:
         path: A directory, or one to be made.
-        wanted_bytes: What the run may need.
     """
     there = next(folder for folder in (path, *path.parents) if folder.exists())
     free = shutil.disk_usage(there).free

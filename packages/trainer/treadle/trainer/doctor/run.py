@@ -19,20 +19,21 @@ from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
 from treadle.tracing.child_process import supervised
-from treadle.trainer.checkpoint.run_directory import RunDirectoryError, new_run_dir
+from treadle.tracing.finding import Finding, Level, fail, ok, warn
+from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataError
 from treadle.trainer.data.files import find_files
 from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.environment import release
-from treadle.trainer.doctor.finding import Finding, Level, fail, ok, warn
 from treadle.trainer.doctor.machine import check_disk, check_open_files
 from treadle.trainer.launch.environment import child_environment, foreign_environment
 from treadle.trainer.launch.gpus import Gpu
 from treadle.trainer.launch.process import ProcessError, child_python_path
 from treadle.trainer.model_source import resolve_model, with_model
 from treadle.trainer.preflight import check_run
+from treadle.trainer.preflight.table import INPUT_ERRORS
 from treadle.trainer.problems import SeveralProblems
 from treadle.trainer.rollout.server_process import server_spec
 
@@ -46,7 +47,6 @@ _DESCRIPTORS = 512  # Of libraries, ranks, servers and files of the run.
 _PER_TRAJECTORY = 4  # Its tools' connections and pipes, and a call of a server.
 _PER_PARAMETER = 16  # Bytes of a checkpoint: weights and the states of the optimizer.
 _NODE_FILES: Final = ("config.json", "tokenizer.json")
-_INPUT = (ConfigError, DataError, RunDirectoryError, SetupError)
 
 
 def check_settings(
@@ -72,7 +72,7 @@ def check_settings(
     run_dir = config.run.dir or new_run_dir(config.run.name)
     try:
         check_run(config, run_dir, plan_only=True, missing=missing)
-    except _INPUT as error:
+    except INPUT_ERRORS as error:
         yield from _problems(error)
     else:
         yield ok("settings", "every check of --dry-run passes")

@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from treadle.tracing.finding import Finding, Level
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
-from treadle.trainer.doctor.finding import Finding, Level
 from treadle.trainer.doctor.run import _room, check_settings
 from treadle.trainer.launch.gpus import Gpu
 

@@ -13,7 +13,6 @@ from treadle.agent_loop import SetupError, Trajectory
 from treadle.agent_loop.rpc import Requirements
 from treadle.trainer.checkpoint.run_directory import RunDirectory, write_json
 from treadle.trainer.config.schema import Config
-from treadle.trainer.data.load_data import enter_reward
 from treadle.trainer.evaluation.check import CheckedEvaluation
 from treadle.trainer.evaluation.group_log import GroupLog
 from treadle.trainer.evaluation.results import RESULTS, Results, make_results
@@ -22,25 +21,22 @@ from treadle.trainer.launch.process import Launcher
 from treadle.trainer.report import (
     MetricsLog,
     NotesLog,
-    Progress,
-    TrajectoryLog,
     live_report,
     open_progress,
     validation_metrics,
 )
-from treadle.trainer.report.terminal.logged_progress import LoggedProgress
+from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.rollout.attached_server import AttachedServer
 from treadle.trainer.rollout.loops_from_config import sampling_params
+from treadle.trainer.rollout.open_rollout import make_requirements, open_own_code, open_rollout
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_process import server_traces
 from treadle.trainer.rollout.server_security import with_own_secrets
-from treadle.trainer.rollout.workers.pool import LoopWorkers, loop_workers
 from treadle.trainer.tracing.run_tracing import run_tracing, span_attributes
 from treadle.trainer.training_loop.context import Timer
-from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.run_log import run_log
-from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
+from treadle.trainer.training_loop.run_record import RunRecord, Sampled
 from treadle.trainer.training_loop.validation import validation_tasks
 
 __all__ = ["evaluate"]
@@ -60,19 +56,18 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
     source, config, out = checked.source, checked.config, checked.out
     async with contextlib.AsyncExitStack() as stack:
         display = stack.enter_context(open_progress(total_steps=None))
-        progress = LoggedProgress(display, total_steps=0)
-        with progress.phase("start"):
+        metrics = RunMetrics(project=config.run.project, name=config.run.name)  # served to nobody
+        record = RunRecord(display, metrics, total_steps=None)
+        with record.phase("start"):
             # A server that does not answer or fit is found before anything is written.
             attached = await _attach(stack, checked)
             directory = stack.enter_context(RunDirectory(out))
             directory.write_config(checked.given.model_dump(mode="json"))
             stack.enter_context(run_log(out / "logs" / "evaluation.log", display))
-            await stack.enter_async_context(run_tracing(config, out, progress.note))
+            await stack.enter_async_context(run_tracing(config, out, record.show))
             await stack.enter_async_context(live_report(out, curves=False))
-            if not config.agent.num_workers:  # which open their own
-                await enter_reward(stack, checked.inputs.reward)
-                loops = checked.inputs.rules.loops
-                await stack.enter_async_context(loops.opened(checked.inputs.loops))
+            record.on_note.append(NotesLog(out / "notes.jsonl").append)
+            await open_own_code(stack, config, checked.inputs)
             launcher = make_launcher(config, out / "logs")
             if attached is None or config.agent.num_workers:
                 await stack.enter_async_context(launcher)
@@ -80,13 +75,23 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
             if attached is None:
                 secured = stack.enter_context(with_own_secrets(config, out, launcher.tls))
             servers = attached or await _start(stack, checked, launcher, secured)
-            workers = await _start_workers(stack, checked, launcher, secured, servers)
+            rollout, _ = await open_rollout(
+                stack,
+                config,
+                checked.inputs,
+                launcher=launcher,
+                secured=secured,
+                servers=servers,
+                requirements=_requirements(checked),
+            )
         for line in _plan(checked, servers):
-            progress.note(line)
+            record.show(line)
         step = source.step if source.step is not None else _weight_version(servers)
         timer = Timer()
         with timer.phase("validate"):
-            trajectories = await _sample(checked, servers, workers, progress, step=step)
+            trajectories = await _sample(
+                checked, rollout, record, step=step, min_weight_version=_weight_version(servers)
+            )
         results = make_results(
             config, source, trajectories, servers=servers.generator.servers, began=began
         )
@@ -126,75 +131,32 @@ async def _start(
     return servers
 
 
-async def _start_workers(
-    stack: contextlib.AsyncExitStack,
-    checked: CheckedEvaluation,
-    launcher: Launcher,
-    secured: Config,
-    servers: AttachedServer | ServerPool,
-) -> LoopWorkers | None:
-    """Returns the loop workers; None if there are none."""
-    if not secured.agent.num_workers:
-        return None
-    workers, router = await stack.enter_async_context(
-        loop_workers(
-            launcher,
-            secured,
-            servers=servers.live,
-            requirements=_requirements(checked),
-            loops=checked.inputs.loops,
-            images=checked.inputs.images,
-        )
-    )
-    if isinstance(servers, ServerPool):
-        router.follow(servers)
-    return workers
-
-
 def _requirements(checked: CheckedEvaluation) -> Requirements:
-    renderer, shown = checked.inputs.renderer, checked.inputs.images
-    return Requirements(
-        tokenizer_sha256=renderer.tokenizer_sha256,
-        vocab_size=renderer.vocab_size,
-        context_length=checked.config.rollout.context_length,
-        capabilities=frozenset({"sampled_logprobs", *(("images",) if shown else ())})
-        | checked.inputs.rules.loops.required_capabilities(checked.inputs.loops),
-    )
+    return make_requirements(checked.config, checked.inputs, {"sampled_logprobs"})
 
 
 async def _sample(
     checked: CheckedEvaluation,
-    servers: AttachedServer | ServerPool,
-    workers: LoopWorkers | None,
-    progress: Progress,
+    rollout: Rollout,
+    record: RunRecord,
     *,
     step: int,
+    min_weight_version: int,
 ) -> list[Trajectory]:
     """Returns one scored trajectory per task; shows failures at once, and logs whole groups."""
     config, inputs = checked.config, checked.inputs
     tasks = validation_tasks(config, inputs.val)
-    seen, notes = FirstOfKind(), NotesLog(checked.out / "notes.jsonl")
-    rollout = Rollout(
-        config=config,
-        servers=servers,
-        renderer=inputs.renderer,
-        rules=inputs.rules,
-        reward=inputs.reward,
-        workers=workers,
-    )
-    path, decode = checked.out / "trajectories.jsonl", inputs.renderer.decode
-    with TrajectoryLog(path, decode=decode) as log:
+    async with record.keep_trajectories(config.run, checked.out, decode=inputs.renderer.decode):
+        log = record.trajectory_log
         groups = GroupLog(log, samples=config.rollout.val.samples_per_prompt, step=step)
 
         def ended(trajectory: Trajectory) -> None:
-            progress.advance()
-            for text in seen.take([trajectory]):
-                progress.note(text)
-                notes.append(step, text)
+            record.advance()
+            record.firsts(step, [trajectory])
             groups.add(trajectory)
 
         with (
-            progress.phase("evaluate", total=len(tasks)),
+            record.phase("evaluate", total=len(tasks)),
             groups.recording(),
             log.recording() as recorded,
             span_attributes(config, tasks, step=step, validate=True),
@@ -202,17 +164,11 @@ async def _sample(
             trajectories = await rollout.run(
                 tasks,
                 sampling_params(config, "validate"),
-                min_weight_version=_weight_version(servers),
+                min_weight_version=min_weight_version,
                 on_end=ended,
             )
-    run = config.run
-    async with TrajectoryStore(
-        checked.out, decode=decode, max_bytes=run.trajectories_max_bytes
-    ) as store:
-        limit, spans = run.val_trajectories, recorded.spans
-        if said := store.hold(step, trajectories, phase="val", limit=limit, spans=spans):
-            progress.note(said)
-            notes.append(step, said)
+        sampled = Sampled(trajectories=trajectories, spans=recorded.spans)
+        record.hold(step, sampled, phase="val", limit=config.run.val_trajectories)
     rollout.check_outages(trajectories)
     return trajectories
 

@@ -28,7 +28,6 @@ class Source:
     """The model that is evaluated.
 
     Attributes:
-        text: As the user named it.
         model: The value for `model.path`; None: the configuration's, for the tokenizer alone.
         run: The run directory that the model is of.
         step: Number of steps that the run's model was trained.

@@ -256,7 +256,6 @@ class RayProcess:
 
         Args:
             actor: Starts it and watches it.
-            log: Of the process, on its node.
         """
         self.name = name
         self._actor = actor

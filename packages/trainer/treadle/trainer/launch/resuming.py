@@ -15,14 +15,12 @@ from typing import TypeVar
 
 from treadle.policy.client.group import PolicyError
 from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints
-from treadle.trainer.config.schema import Config
-from treadle.trainer.config.sft import SftConfig
+from treadle.trainer.config.sft import ConfigT
 from treadle.trainer.launch.process import LostProcessError
 
 __all__ = ["loss_notes", "run_resuming", "settings_to_resume"]
 
 T = TypeVar("T")
-ConfigT = TypeVar("ConfigT", Config, SftConfig)
 _log = logging.getLogger(__name__)
 
 

@@ -8,7 +8,6 @@ import json
 import logging
 import queue
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -16,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Final
 
-from treadle.tracing.child_process import end_now, supervised
+from treadle.tracing.child_process import end_now, piped_child
 from treadle.trainer.launch.environment import child_environment
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import child_python_path
@@ -33,7 +32,7 @@ class LoggerProcess:
     """One logger, in a separate process.
 
     Args:
-        hello: What the process is told first; see `process.py`.
+        hello: First message to the process; see `process.py`.
         log_path: Where everything goes that it prints.
         capacity: Records that may wait; later ones are lost.
     """
@@ -53,21 +52,12 @@ class LoggerProcess:
         self._answers_end = threading.Event()
         self._ended = False
         self._killed = False
-        log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         try:
-            with log_path.open("ab") as log:
-                self._process = subprocess.Popen(
-                    supervised([sys.executable, "-P", "-m", "treadle.trainer.loggers.process"]),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=log,
-                    text=True,
-                    encoding="utf-8",
-                    env=child_environment(child_python_path(), {}),
-                    # Ctrl-C reaches only the driver, which then ends it.
-                    start_new_session=True,
-                )
+            environment = child_environment(child_python_path(), {})
+            self._process = piped_child(
+                "treadle.trainer.loggers.process", log_path, environment=environment
+            )
         except OSError as error:
             self._warn(f"cannot be started: {error}")
             return
@@ -125,13 +115,13 @@ class LoggerProcess:
         if self._lost:
             _log.info("logger %s: %d records were lost", self.name, self._lost)
 
-    def _write(self, stream: IO[str]) -> None:
+    def _write(self, stream: IO[bytes]) -> None:
         with suppress(OSError), stream:  # the process may have ended, and its pipe
             while (line := self._records.get()) is not None:
-                stream.write(line + "\n")
+                stream.write(f"{line}\n".encode())
                 stream.flush()
 
-    def _read(self, stream: IO[str]) -> None:
+    def _read(self, stream: IO[bytes]) -> None:
         try:
             for line in stream:
                 self._answer(json.loads(line))

@@ -16,7 +16,7 @@ class LoggedRun:
     """The run that is logged.
 
     Attributes:
-        id: Of the run directory: the same whenever the run is resumed.
+        id: Identity of the run directory: the same whenever the run is resumed.
         config: The resolved configuration without its secrets, nested as in `config.json`.
         resumed_after: The last step that a resumed run keeps; -1: none; None: the run is new.
     """

@@ -33,7 +33,6 @@ def without_secrets(value: Any, name: str = "") -> Any:
 
     Args:
         value: Mappings, lists, text and numbers.
-        name: Of the value, in the mapping above it.
     """
     if value is not None and value != "" and _is_secret(name):
         return REMOVED

@@ -60,12 +60,7 @@ def memory_line(
     num_trajectories: int,
     reference: ModelShape | None = None,
 ) -> tuple[str, RankMemory]:
-    """Returns the estimate for the plan, in words and in bytes.
-
-    Args:
-        num_trajectories: Of one update, over all data-parallel ranks.
-        reference: Of the model that `algorithm.reference_path` names.
-    """
+    """Returns the estimate for the plan, in words and in bytes."""
     policy, context = config.policy, config.rollout.context_length
     at_most = -(-num_trajectories * context // policy.parallel.data)
     rows = min(max(policy.micro_batch_tokens * policy.parallel.context, context), at_most)

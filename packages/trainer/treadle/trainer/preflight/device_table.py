@@ -22,7 +22,6 @@ class Block:
     """GPUs of a node, or the same of several nodes.
 
     Attributes:
-        gpus: Of the GPUs on each.
         ranks: Of the policy ranks on all of them, ascending.
         servers: Of the rollout servers, ascending; one on GPUs of two blocks is in both.
         server_gpus: Number of GPUs of a server.
@@ -101,11 +100,7 @@ def _joined(same: Sequence[Block]) -> Block:
 
 
 def aligned(table: Sequence[Block], last: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields the rows of a table in two columns, as the plan has them.
-
-    Args:
-        last: What follows in the row of each.
-    """
+    """Yields the rows of a table in two columns, as the plan has them."""
     devices = max(len(block.devices) for block in table)
     processes = max(len(block.processes) for block in table)
     for block, text in zip(table, last, strict=True):

@@ -158,8 +158,6 @@ class _ServerMemory:
     """The need of a server per GPU, in bytes; see the module.
 
     Attributes:
-        weights: Of its part of the model.
-        completion: Of the KV cache of one completion, at its longest.
         completions: Number of completions at a time per copy of the model.
         part: Of a GPU that the engine takes; None: what it needs.
     """

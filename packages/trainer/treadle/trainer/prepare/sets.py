@@ -20,7 +20,7 @@ class MakeRow(Protocol):
 
         Args:
             split: Name of the written file.
-            index: Of the row in it.
+            index: Number of the row in it.
 
         Raises:
             ValueError: The columns have another form.

@@ -33,7 +33,7 @@ from treadle.trainer.report.metrics import (
     Record,
 )
 
-__all__ = ["KEPT_STEPS", "RULES", "History", "Rule"]
+__all__ = ["KEPT_STEPS", "RULES", "AlertRule", "History"]
 
 History = Sequence[Record]
 """The last steps of training, at most `KEPT_STEPS` of them, oldest first; never empty."""
@@ -79,12 +79,12 @@ _WITHOUT_SERVERS: Final = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlertRule:
     """One alert.
 
     Attributes:
         name: In `alerts.jsonl`, in the loggers and as the label of `treadle_alert`.
-        said: Of a run in whose steps it fired, before "in 3 of 40 steps".
+        said: Text about a run in whose steps it fired, before "in 3 of 40 steps".
         check: Says what is wrong with the last step; None if nothing is.
         reads: The metrics that `check` looks at.
         once: Whether it says how a run is set up, which lasts: then it is told once for each
@@ -340,35 +340,37 @@ def _exploded(history: History) -> str | None:
 _REWARDS: Final = (REWARD, REWARD_MIN, REWARD_MAX)
 
 RULES: Final = (
-    Rule(
+    AlertRule(
         "no_signal",
         "no group had differing rewards",
         _no_signal,
         (SIGNAL, TRAINED_TOKENS, *_REWARDS),
     ),
-    Rule("little_signal", "few groups had differing rewards", _little_signal, (SIGNAL, *_REWARDS)),
-    Rule(
+    AlertRule(
+        "little_signal", "few groups had differing rewards", _little_signal, (SIGNAL, *_REWARDS)
+    ),
+    AlertRule(
         "reward_collapsed",
         "the reward had collapsed",
         _reward_collapsed,
         ("groups/trained", *_REWARDS),
     ),
-    Rule(
+    AlertRule(
         "entropy_collapsed", "the entropy had collapsed", _entropy_collapsed, (ENTROPY, *_REWARDS)
     ),
-    Rule(
+    AlertRule(
         "drift",
         "token ids drifted from their text",
         _drift,
         ("drift/turns", "drift/sampled"),
     ),
-    Rule(
+    AlertRule(
         "mismatch",
         "servers and policy disagreed",
         _mismatch,
         (f"{FRESH_MISMATCH}_mean", f"{MISMATCH}_mean"),
     ),
-    Rule(
+    AlertRule(
         "idle",
         "servers were idle",
         _idle,
@@ -385,13 +387,13 @@ RULES: Final = (
         ),
         once=True,
     ),
-    Rule(
+    AlertRule(
         "failed",
         "most trajectories failed",
         _failed,
         ("rollout/num_failed", "rollout/num_trajectories"),
     ),
-    Rule("not_finite", "the gradient was not finite", _not_finite, (GRAD_NORM,)),
-    Rule("exploded", "the gradient exploded", _exploded, (GRAD_NORM,)),
+    AlertRule("not_finite", "the gradient was not finite", _not_finite, (GRAD_NORM,)),
+    AlertRule("exploded", "the gradient exploded", _exploded, (GRAD_NORM,)),
 )
 """All alerts, in the order in which they are told."""

@@ -57,8 +57,8 @@ def at_k(
 
     Args:
         values: The score of each sample, [rows][n]; at least one row.
-        answers: What each sample answered, [rows][n]; None: it gave no answer, and has no vote.
-            No sequence: no majority.
+        answers: The answer of each sample, [rows][n]; None: it gave no answer, and has no vote. No
+            sequence: no majority.
 
     Raises:
         ValueError: Rows have different numbers of samples.
@@ -103,7 +103,7 @@ def expected_majority(
 
     Args:
         values: The score of each sample; that of an answer is the mean over its samples.
-        answers: What each sample answered; None has no vote.
+        answers: The answer of each sample; None has no vote.
         generator: Draws `DRAWS` times k samples.
     """
     voted = sorted({answer for answer in answers if answer is not None})

@@ -17,10 +17,9 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO, Final, Self
 
-from treadle.trainer.report.seals import keep_seals, seal
+from treadle.trainer.report.seals import keep_seals, read_seals, seal
 from treadle.trainer.report.terminal.lines import keep_lines, read_lines, undamaged_lines
 
 STEP: Final = "step"
@@ -103,6 +102,10 @@ class MetricsLog:
             self._last_step = -1
         keep_seals(path.parent, resume_after)
         self._path = path
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        sealed = [step for step, name, _ in read_seals(path.parent) if name == path.name]
+        if lines and self._last_step not in sealed:  # the run was killed between the two
+            self._seal(self._last_step, lines[-1])
         self._file: BinaryIO = path.open("ab", buffering=0)
 
     @property
@@ -131,8 +134,11 @@ class MetricsLog:
         line = json.dumps({STEP: step, **numbers}).encode() + b"\n"
         self._file.write(line)
         os.fsync(self._file.fileno())
-        seal(self._path.parent, step, self._path.name, hashlib.sha256(line).hexdigest())
+        self._seal(step, line)
         self._last_step = step
+
+    def _seal(self, step: int, line: bytes) -> None:
+        seal(self._path.parent, step, self._path.name, hashlib.sha256(line).hexdigest())
 
     def close(self) -> None:
         """Closes the file. Idempotent."""
@@ -141,12 +147,7 @@ class MetricsLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from treadle.trainer.report import MetricsLog, read_metrics
+from treadle.trainer.report.seals import SEALS
 
 
 @pytest.fixture
@@ -69,6 +70,15 @@ def test_a_line_that_a_crash_cut_short_is_dropped(path: Path) -> None:
     assert steps_of(path) == [1, 2]
     write(path, 3, resume_after=2)
     assert steps_of(path) == [1, 2, 3]
+
+
+def test_a_line_whose_seal_a_crash_left_out_is_sealed_on_resuming(path: Path) -> None:
+    write(path, 1, 2)
+    seals = path.with_name(SEALS)
+    sealed = seals.read_bytes()
+    seals.write_bytes(sealed.splitlines(keepends=True)[0])
+    write(path, resume_after=2)
+    assert seals.read_bytes() == sealed
 
 
 def test_a_damaged_line_in_the_middle_is_named_and_left_out_on_resuming(

@@ -16,16 +16,27 @@ from treadle.trainer.report.warning_signs import Alert
 __all__ = ["AlertLog", "NotesLog"]
 
 
-class NotesLog:
+class _Lines:
+    def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if resume_after is not None:
+            keep_lines(path, resume_after)
+        else:
+            path.unlink(missing_ok=True)
+        self._path = path
+
+    def _append(self, **line: object) -> None:
+        text = json.dumps(line, ensure_ascii=False)
+        with self._path.open("ab") as file:
+            file.write(text.encode(errors="backslashreplace") + b"\n")
+
+
+class NotesLog(_Lines):
     """Appends to `path`, which is created with its directory.
 
     Args:
-        resume_after: As for `MetricsLog`; None begins a new file.
+        resume_after: See `MetricsLog`; None begins a new file.
     """
-
-    def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
-        _begin(path, resume_after)
-        self._path = path
 
     def append(self, step: int, note: str) -> None:
         """Writes one note.
@@ -33,15 +44,11 @@ class NotesLog:
         Raises:
             OSError: The disk is full or gone.
         """
-        _append(self._path, {"step": step, "note": note})
+        self._append(step=step, note=note)
 
 
-class AlertLog:
+class AlertLog(_Lines):
     """Appends to `path`, which is created with its directory; arguments as of `NotesLog`."""
-
-    def __init__(self, path: Path, *, resume_after: int | None = None) -> None:
-        _begin(path, resume_after)
-        self._path = path
 
     def append(self, step: int, alert: Alert) -> None:
         """Writes one alert.
@@ -49,18 +56,4 @@ class AlertLog:
         Raises:
             OSError: The disk is full or gone.
         """
-        _append(self._path, {"step": step, "name": alert.name, "text": alert.text})
-
-
-def _begin(path: Path, resume_after: int | None) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if resume_after is not None:
-        keep_lines(path, resume_after)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def _append(path: Path, line: dict[str, object]) -> None:
-    text = json.dumps(line, ensure_ascii=False)
-    with path.open("ab") as file:
-        file.write(text.encode(errors="backslashreplace") + b"\n")
+        self._append(step=step, name=alert.name, text=alert.text)

@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from treadle.agent_loop import SetupError
 from treadle.trainer.config.schema import AnyRunConfig
 from treadle.trainer.report.prometheus import RunMetrics, prometheus_name, serve_run_metrics
-from treadle.trainer.report.terminal.measured_progress import MeasuredProgress
 from treadle.trainer.report.terminal.progress import PlainProgress
+from treadle.trainer.training_loop.run_record import RunRecord
 
 Samples = dict[tuple[str, tuple[str, ...]], float]
 
@@ -40,9 +40,10 @@ def test_a_run_is_scraped_while_it_trains() -> None:
     ):
         assert url is not None
         assert url.startswith("http://127.0.0.1:")
-        progress = MeasuredProgress(PlainProgress(total_steps=2, stream=nowhere), metrics)
-        with progress.phase("rollout", total=8):
-            progress.advance(3)
+        progress = PlainProgress(total_steps=2, stream=nowhere)
+        record = RunRecord(progress, metrics, total_steps=2)
+        with record.phase("rollout", total=8):
+            record.advance(3)
             found = scrape(url)
             assert found["treadle_trainer_phase", ("rollout",)] == 1
             assert found["treadle_trainer_phase", ("train",)] == 0
@@ -52,7 +53,7 @@ def test_a_run_is_scraped_while_it_trains() -> None:
             values = {"reward/mean": step / 4, "rollout/num_trajectories": 8.0, "time/step_s": 2.0}
             validation = {"val/gsm8k/accuracy/mean@2": 0.5} if step == 1 else {}
             counted = {"rollout/num_failed": 1.0, "tokens/sampled": 100.0}
-            progress.step_done(step, {**values, **validation, **counted})
+            record.show_step(step, {**values, **validation, **counted})
         metrics.set_alerts({"drift"})
         found = scrape(url)
     assert found["treadle_trainer_info", ("p", "n")] == 1

@@ -82,22 +82,23 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     loses the hard ones would raise the numbers.
 
     Returns:
-        `val/reward` (mean), `val/tool_call_rate`, `val/num_trajectories`, `val/num_failed`;
-        `val/accuracy` where every reward tells right from wrong: it is 0 or 1, or comes with the
-        metric `reward/accuracy` or `reward/acc`. With several data sources, `val/reward/<source>`
-        and `val/accuracy/<source>` too. With several samples per row, what `scores_at_k` returns
-        for each source as `val/<source>/<name>`, its bounds as `val/<source>/<name>/low` and
-        `/high`.
+        `val/num_trajectories`, `val/num_failed`; unless all failed, `val/reward` (mean) and
+        `val/tool_call_rate`; `val/accuracy` where every reward tells right from wrong: it is 0 or
+        1, or comes with the metric `reward/accuracy` or `reward/acc`. With several data sources,
+        `val/reward/<source>` and `val/accuracy/<source>` too. With several samples per row, what
+        `scores_at_k` returns for each source as `val/<source>/<name>`, its bounds as
+        `val/<source>/<name>/low` and `/high`.
     """
     failed = sum(trajectory.error is not None for trajectory in trajectories)
     metrics = {
         "val/num_trajectories": float(len(trajectories)),
         "val/num_failed": float(failed),
     }
+    if failed == len(trajectories):  # no score says how bad a wrong answer is
+        return metrics
     worst = worst_reward(trajectories)
-    if trajectories:
-        metrics |= _val_scores(trajectories, worst)
-        metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
+    metrics |= _val_scores(trajectories, worst)
+    metrics[VAL_TOOL_RATE] = _mean(trajectories, called_a_tool)
     sources = by_source(trajectories)
     if len(sources) > 1:
         for source, members in sources.items():
@@ -130,7 +131,7 @@ def scores_at_k(trajectories: Sequence[Trajectory], *, worst: float) -> dict[str
     """Returns what k samples of a row give, where rows have several.
 
     Args:
-        trajectories: Of one data source, or of all.
+        trajectories: Trajectories of one data source, or of all.
         worst: The reward that a failed one counts as.
 
     Returns:

@@ -153,7 +153,8 @@ def test_a_failed_trajectory_is_never_better_than_a_wrong_one() -> None:
     failed = Trajectory.failed(make_task(), ToolError("down"))
     assert validation_metrics([wrong, right, failed])["val/reward"] == -0.5
     assert validation_metrics([right, failed])["val/reward"] == 0.25
-    assert validation_metrics([failed])["val/reward"] == 0.0
+    counts = {"val/num_trajectories": 1.0, "val/num_failed": 1.0}
+    assert validation_metrics([failed]) == counts, "nothing says what a wrong one gets"
 
 
 def test_a_call_in_the_given_messages_is_not_the_models() -> None:

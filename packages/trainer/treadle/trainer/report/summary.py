@@ -77,10 +77,10 @@ class Summary:
         tool_rate: Share of the training trajectories, 0 to 1, that called a tool.
         val_accuracy: Share of right answers, 0 to 1, likewise; None where a validation has none.
         val_tool_rate: Share of the validation trajectories that called a tool, likewise.
-        train_loss: Of supervised fine-tuning, in nats per token; the mean of `window` steps.
+        train_loss: Loss of supervised fine-tuning, in nats per token; the mean of `window` steps.
         val_loss: The same of the first and the last validation.
         servers_lost: Rollout servers that died or failed.
-        servers_restarted: Those of them that were started again.
+        servers_restarted: Number of them that were started again.
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.
         train_tokens_per_s: Trained tokens over the seconds of the training phases.
         total_s: Seconds of all steps and of the validation before them.

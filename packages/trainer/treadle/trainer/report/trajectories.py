@@ -48,7 +48,7 @@ class TrajectoryLog:
 
     Args:
         decode: For the text of the token spans; None: spans carry no text.
-        resume_after: As for `MetricsLog`; None begins a new file.
+        resume_after: See `MetricsLog`; None begins a new file.
     """
 
     def __init__(
@@ -81,12 +81,11 @@ class TrajectoryLog:
 
         Args:
             step: The step that they belong to; 0 before training.
-            trajectories: Of the whole step or validation.
-            phase: What they were sampled for.
+            trajectories: All of the step or validation.
             limit: See `choose` for which groups are written.
             advantages: One per trajectory: what it was trained with, None if it was left out. No
                 sequence: they are not trained on.
-            spans: What was recorded while they were sampled; each line gets its own part.
+            spans: Spans that were recorded while they were sampled; each line gets its own part.
 
         Returns:
             How many were written.

@@ -18,7 +18,7 @@ from treadle.agent_loop.rpc import (
     connect,
 )
 from treadle.trainer.config.schema import Config
-from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.rotation import Routes
 from treadle.trainer.rollout.server_security import server_security
 
 __all__ = ["AttachedServer"]

@@ -25,7 +25,7 @@ from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
 from treadle.trainer.rollout.continuous import ContinuousRollout
 from treadle.trainer.rollout.rollout import Rollout
-from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.rotation import Routes
 
 _MAX_IN_FLIGHT = 3
 

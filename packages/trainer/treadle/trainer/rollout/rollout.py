@@ -19,7 +19,7 @@ ended, the rollout waits for it, and attempts again what failed because of it.
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -48,7 +48,7 @@ from treadle.trainer.rollout.outages import OutageError, Outages, failed_source
 from treadle.trainer.rollout.workers.pool import LoopWorkers
 
 if TYPE_CHECKING:
-    from treadle.trainer.rollout.server_pool import Routes
+    from treadle.trainer.rollout.rotation import Routes
 
 __all__ = [
     "Rollout",
@@ -103,7 +103,6 @@ class Rollout:
 
     Attributes:
         rules: Have the loops, tools and interactions.
-        outages: What else trajectories need, and how it is.
         workers: Run the tasks, with their own loops, tools and rewards; None: this process does.
     """
 
@@ -172,15 +171,7 @@ class Rollout:
             ]
             if not disturbed and not serve_again:
                 break
-            waiting = [
-                task
-                for task in tasks
-                if (had := ended.get(_key(task))) is None
-                or (disturbed and may_be_retried(had))
-                or failed_source(had.error) in serve_again
-            ]
-            if waiting:
-                _log.warning("attempting %d trajectories again", len(waiting))
+            waiting = _to_attempt(tasks, ended, serve_again, disturbed=disturbed)
         for trajectory in ended.values():
             if may_be_attempted_again(trajectory):  # but was not
                 on_end(trajectory)
@@ -225,7 +216,6 @@ class Rollout:
         Those of different rows come first: it may be the row that always fails.
 
         Args:
-            source: What is down; see `failed_source`.
             failed: Trajectories that failed because of it; at least one.
             attempt: Runs tasks, and passes their trajectories to a sink.
             keep: Takes the first trajectory that the source served.
@@ -349,6 +339,26 @@ class Rollout:
             max_in_flight=max_in_flight,
             span_attributes=span_attributes,
         )
+
+
+def _to_attempt(
+    tasks: Sequence[AgentTask],
+    ended: Mapping[Key, Trajectory],
+    serve_again: Sequence[str],
+    *,
+    disturbed: bool,
+) -> list[AgentTask]:
+    """Returns the tasks that have not ended, or failed through what serves again."""
+    waiting = [
+        task
+        for task in tasks
+        if (had := ended.get(_key(task))) is None
+        or (disturbed and may_be_retried(had))
+        or failed_source(had.error) in serve_again
+    ]
+    if waiting:
+        _log.warning("attempting %d trajectories again", len(waiting))
+    return waiting
 
 
 def _key(task: AgentTask) -> Key:

@@ -28,7 +28,7 @@ from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
 from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
-from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.rotation import Routes
 
 
 def _tasks(count: int) -> list[AgentTask]:

@@ -28,10 +28,9 @@ from treadle.trainer.launch.process import (
     ProcessError,
     ProcessSpec,
 )
+from treadle.trainer.rollout.rotation import Routes, Server
 from treadle.trainer.rollout.server_pool import (
     NoServerLeftError,
-    Routes,
-    Server,
     ServerPool,
     required_capabilities,
 )
@@ -557,7 +556,8 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> _Generator:
         made.addresses += addresses
         yield made
 
-    monkeypatch.setattr("treadle.trainer.rollout.server_pool.connect", connect)
+    for module in ("server_pool", "server_starter"):
+        monkeypatch.setattr(f"treadle.trainer.rollout.{module}.connect", connect)
     return made
 
 
@@ -868,7 +868,8 @@ class _Run(RuleBasedStateMachine):
                 self.generator.addresses += addresses
             yield self.generator
 
-        self.patch.setattr("treadle.trainer.rollout.server_pool.connect", connect)
+        for module in ("server_pool", "server_starter"):
+            self.patch.setattr(f"treadle.trainer.rollout.{module}.connect", connect)
         self.loop.run_until_complete(self._begin())
 
     async def _begin(self) -> None:

@@ -1,43 +1,42 @@
 """The checks before a fine-tuning, of `--dry-run` and of every start, and its plan.
 
-Invariant: a check reads and does not write, and starts nothing. Each check whose own preconditions
-hold is made, so all problems are said at once.
+Invariant: all problems are reported at once, by rows of the table of `preflight` and of this one.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import SetupError
 from treadle.policy.backends.registry import describe
-from treadle.trainer.checkpoint.begin_or_resume import check_run_directory
-from treadle.trainer.checkpoint.run_directory import RunDirectoryError
 from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.sft import SftConfig
-from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError
-from treadle.trainer.data.load_data import load_renderer, model_context
-from treadle.trainer.hub import is_model_id
+from treadle.trainer.data.load_data import model_context
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.gpus import Gpu
-from treadle.trainer.launch.policy_ranks import ask_rank_command
-from treadle.trainer.model_source import resolve_model
-from treadle.trainer.preflight.devices import check_gpus, found_gpus, topology_rows
+from treadle.trainer.preflight.devices import found_gpus, topology_rows
 from treadle.trainer.preflight.model_checks import (
     check_backend,
-    check_config_file,
     check_policy_parallel,
-    check_training,
-    check_vocabulary,
-    check_weights,
-    read_architecture,
     with_backend,
 )
-from treadle.trainer.preflight.process_checks import check_launcher, check_loggers
+from treadle.trainer.preflight.table import (
+    ARCHITECTURE,
+    FIT,
+    GPUS,
+    LAUNCHER,
+    LOGGERS,
+    MODEL,
+    RANKS,
+    RUN_DIRECTORY,
+    Check,
+    Findings,
+)
 from treadle.trainer.preflight.without_torch import transformers_without_torch
-from treadle.trainer.problems import Problems
 from treadle.trainer.sft.conversations import Conversations, read_conversations
 from treadle.trainer.sft.examples import ExampleSet, make_examples
 
@@ -52,11 +51,9 @@ class CheckedSft:
     """A fine-tuning that can be started.
 
     Attributes:
-        config: As the user gave it.
         val: Validation examples; None: it never validates.
         notes: Lines to print at start.
         policy_threads: CPU threads of one policy rank.
-        gpus: Of this machine, if the run is to use some.
     """
 
     config: SftConfig
@@ -142,106 +139,88 @@ def check_sft(
         SetupError: The model does not exist or does not fit.
         SeveralProblems: More than one of these.
     """
-    problems = Problems(ConfigError, DataError, RunDirectoryError, SetupError)
     config, why = with_backend(config)
-    data, rows = config.data, dict[str, Conversations]()
-    with problems.collected():
-        rows["train"] = read_conversations(data.train_files, data, split="train")
-    if data.val_files:
-        with problems.collected():
-            rows["val"] = read_conversations(
-                data.val_files, data, split="val", limit=data.max_val_rows
-            )
-    with problems.collected():
-        check_run_directory(run_dir, config)
-    with problems.collected():
-        check_launcher(config)
-    with problems.collected():
-        ask_rank_command(config)
-    gpus: tuple[Gpu, ...] = ()
-    with problems.collected():
-        gpus = check_gpus(config, needed=gpus_needed)
-    check_loggers(config, problems)
+    found = Findings(
+        config=config,
+        run_dir=run_dir,
+        missing=(),
+        backend=describe(config.policy.backend),
+        fetch=False,
+        needed=gpus_needed,
+    )
+    found.make((*_CONVERSATIONS, RUN_DIRECTORY, LAUNCHER, RANKS, GPUS, LOGGERS))
     with transformers_without_torch() if keep_torch_out else nullcontext():
-        renderer = _check_model(config, problems)
-    made = {} if renderer is None else _examples(rows, config, renderer, problems)
-    problems.raise_if_any()
-    train, val = made["train"], made.get("val")
-    notes = [note for split in rows.values() for note in split.notes]
-    notes += [note for split in made.values() for note in split.notes]
-    notes.append(f"policy.backend={config.policy.backend}: {why}")
+        found.make(_MODEL)
+    found.make(_EXAMPLES)
+    found.problems.raise_if_any()
+    kinds = ("train_read", "val_read", "train_examples", "val_examples")
     ranks = config.policy.parallel.num_ranks
     return CheckedSft(
         config=config,
         run_dir=run_dir,
-        train=train,
-        val=val,
-        notes=tuple(notes),
+        train=found["train_examples"],
+        val=found.get("val_examples"),
+        notes=(
+            *(note for kind in kinds if kind in found for note in found[kind].notes),
+            f"policy.backend={config.policy.backend}: {why}",
+        ),
         policy_threads=config.launch.policy_threads or max(1, cpu_count() // ranks),
-        gpus=gpus,
+        gpus=found["gpus"],
     )
 
 
-def _check_model(config: SftConfig, problems: Problems) -> "HfRenderer | None":
-    """Looks at the model's files; returns its chat format if that can be used."""
-    source = config.model.path
-    folder = renderer = architecture = None
-    backend = describe(config.policy.backend)
-    with problems.collected():
-        check_backend(backend, config.policy)
-    with problems.collected():
-        folder = resolve_model(source, weights=False)
-    if folder is None:
+def _read(split: str, config: SftConfig) -> Conversations | None:
+    data = config.data
+    if split == "train":
+        return read_conversations(data.train_files, data, split=split)
+    if not data.val_files:
         return None
-    if source.expanduser().is_dir() or not is_model_id(str(source)):
-        with problems.collected():
-            check_weights(folder)
-    readable = False
-    with problems.collected():
-        check_config_file(folder, backend.model_types)
-        readable = True
-    if not readable:
-        return None
-    with problems.collected():
-        longest, length = model_context(folder), config.data.max_length
-        if longest is not None and length > longest:
-            raise SetupError(
-                f"data.max_length={length} tokens, and the model in {folder} has a context of "
-                f"{longest}: lower it"
-            )
-    with problems.collected():
-        architecture = read_architecture(folder, backend)
-    with problems.collected():
-        model = config.model.model_copy(update={"path": folder})
-        renderer = load_renderer(config.model_copy(update={"model": model}))
-    if architecture is not None:
-        with problems.collected():
-            check_policy_parallel(backend, config.policy.parallel, architecture)
-        with problems.collected():
-            check_training(backend, config.policy, architecture)
-        if renderer is not None:
-            with problems.collected():
-                check_vocabulary(folder, architecture, renderer)
-    return renderer
+    return read_conversations(data.val_files, data, split=split, limit=data.max_val_rows)
+
+
+def _context(config: SftConfig, model: Path) -> None:
+    longest, length = model_context(model), config.data.max_length
+    if longest is not None and length > longest:
+        raise SetupError(
+            f"data.max_length={length} tokens, and the model in {model} has a context of "
+            f"{longest}: lower it"
+        )
 
 
 def _examples(
-    rows: Mapping[str, Conversations],
-    config: SftConfig,
-    renderer: "HfRenderer",
-    problems: Problems,
-) -> dict[str, ExampleSet]:
-    made: dict[str, ExampleSet] = {}
-    for split, read in rows.items():
-        with problems.collected():
-            made[split] = make_examples(
-                read.conversations, config.data, split=split, renderer=renderer
-            )
-    if "train" in made and (left := len(made["train"].examples)) < config.data.batch_size:
-        problems.add(
-            DataError(
-                f"data.batch_size={config.data.batch_size} exceeds the {left} training "
-                "conversations: lower it or give more rows"
-            )
+    split: str, config: SftConfig, read: Conversations, renderer: "HfRenderer"
+) -> ExampleSet:
+    return make_examples(read.conversations, config.data, split=split, renderer=renderer)
+
+
+def _full_batch(config: SftConfig, train: ExampleSet) -> None:
+    if (left := len(train.examples)) < config.data.batch_size:
+        raise DataError(
+            f"data.batch_size={config.data.batch_size} exceeds the {left} training "
+            "conversations: lower it or give more rows"
         )
-    return made
+
+
+_SPLITS = ("train", "val")
+_CONVERSATIONS = tuple(Check(f"{split}_read", "config", partial(_read, split)) for split in _SPLITS)
+_MODEL = (
+    Check("", "config backend", lambda config, backend: check_backend(backend, config.policy)),
+    *MODEL,
+    Check("", "config model", _context),
+    *ARCHITECTURE,
+    Check(
+        "",
+        "config backend architecture",
+        lambda config, backend, architecture: check_policy_parallel(
+            backend, config.policy.parallel, architecture
+        ),
+    ),
+    *FIT,
+)
+_EXAMPLES = (
+    *(
+        Check(f"{split}_examples", f"config {split}_read renderer", partial(_examples, split))
+        for split in _SPLITS
+    ),
+    Check("", "config train_examples", _full_batch),
+)

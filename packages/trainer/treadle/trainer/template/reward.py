@@ -9,7 +9,7 @@ def score(data_source: str, solution_str: str, ground_truth: str) -> dict[str, f
     Args:
         data_source: The row's column of that name.
         solution_str: The text of the model's last message.
-        ground_truth: What the row has as `reward_model.ground_truth`.
+        ground_truth: The row's value of `reward_model.ground_truth`.
 
     Returns:
         The reward as "score"; every other number is a metric, here `reward/answered`.

@@ -54,7 +54,7 @@ class _Answer:
     """The counts of a server at one moment.
 
     Attributes:
-        seconds: Of each cause of the contract since it started.
+        seconds: Seconds of each cause of the contract since it started.
         occupied_s: For how long it has had open sessions.
     """
 

@@ -81,7 +81,7 @@ def span_attributes(
     """Adds to all spans of a block which trajectories they are of, by verl's names.
 
     Args:
-        tasks: What the trajectories will be of.
+        tasks: Tasks of the trajectories, in any order.
         validate: The trajectories are not trained on.
     """
     expect_traces(step, (task.sample_index for task in tasks), validate=validate)

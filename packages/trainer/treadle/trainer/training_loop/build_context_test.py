@@ -1,6 +1,4 @@
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, ScheduleConfig
 from treadle.trainer.plan import make_plan
@@ -16,8 +14,7 @@ def _total_steps(schedule: ScheduleConfig, *, rows_left: int) -> tuple[int, list
     )
     notes: list[str] = []
     plan = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=1)
-    progress: Any = SimpleNamespace(note=notes.append)
-    return total_steps(plan, rows_left, progress), notes
+    return total_steps(plan, rows_left, notes.append), notes
 
 
 def test_an_epoch_is_as_long_as_the_rows_that_are_left() -> None:

@@ -5,44 +5,27 @@ the number of steps trained. A move that fails ends the run. Nothing is retried 
 retried is retried where it failed.
 """
 
-import asyncio
 import contextlib
-import inspect
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from treadle.agent_loop import AgentTask, Trajectory
+from treadle.agent_loop import AgentTask
 from treadle.policy.algorithms.estimators import FoundEstimator
 from treadle.policy.algorithms.reward_kl import Charges
 from treadle.policy.client.batch import of_loss_tokens
 from treadle.policy.client.group import PolicyError, PolicyGroup
-from treadle.policy.client.types import TokenValues, TrainSequence
+from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.settings import to_json
 from treadle.policy.v1 import checkpoint_service_pb2 as checkpoint_pb
 from treadle.policy.v1 import rank_service_pb2 as rank_pb
 from treadle.policy.v1 import training_service_pb2 as pb
-from treadle.tracing import FinishedSpan, SpanHandle, span
+from treadle.tracing import SpanHandle, span
 from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder, Prompt
-from treadle.trainer.loggers.generations import generations
-from treadle.trainer.loggers.loggers import Loggers
-from treadle.trainer.own_code import OnStep
-from treadle.trainer.report import (
-    AlertLog,
-    LiveReport,
-    MetricsLog,
-    NotesLog,
-    Progress,
-    TrajectoryLog,
-)
-from treadle.trainer.report.generation_files import write_generations
-from treadle.trainer.report.prometheus import RunMetrics
-from treadle.trainer.report.trajectories import Decode, Phase
-from treadle.trainer.report.warning_signs import Watch
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import ServedReference
@@ -51,19 +34,18 @@ from treadle.trainer.rollout.shaping import shaped
 from treadle.trainer.time_shares.ranks import rank_shares, ranks_busy
 from treadle.trainer.time_shares.servers import ServerShares
 from treadle.trainer.tracing.run_tracing import span_attributes
-from treadle.trainer.training_loop.first_of_kind import FirstOfKind
 from treadle.trainer.training_loop.groups import Group, StepBatch, Survivors
 from treadle.trainer.training_loop.memory_offload import MemoryOffload
+from treadle.trainer.training_loop.run_record import RunRecord, Sampled
 from treadle.trainer.training_loop.schedules.group_queue import QueueState
 from treadle.trainer.training_loop.schedules.group_store import GroupStore
-from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
 from treadle.trainer.training_loop.update_metrics import (
     broken_policy,
     critic_metrics,
     update_metrics,
 )
 
-__all__ = ["Sampled", "Timer", "TrainingContext", "group_tasks"]
+__all__ = ["Timer", "TrainingContext", "group_tasks"]
 
 
 @dataclass(slots=True)
@@ -88,18 +70,6 @@ class Timer:
         return {**self.seconds, "time/step_s": time.perf_counter() - self._started}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
-    """The result of one call of `TrainingContext.sample`.
-
-    Attributes:
-        trajectories: One per task, in the order of the tasks.
-    """
-
-    trajectories: Sequence[Trajectory]
-    spans: Sequence[FinishedSpan]
-
-
 @dataclass(slots=True, kw_only=True)
 class TrainingContext:
     """A run in progress.
@@ -111,23 +81,13 @@ class TrainingContext:
         reference: Rollout servers that hold the reference; None: the policy ranks do, or there is
             none.
         memory_offload: Lends the servers' memory to the policy; None: they keep it.
-        watch: Finds the alerts in the metrics.
-        decode: Token ids to text, special tokens included.
-        loggers: Beside the files of the run directory.
-        report: Of the run directory; rewritten after each validation and each checkpoint.
-        on_step: Called after each step; None: nothing is.
         group_store: Groups that have ended and are not trained on yet.
         resumed_groups: Where the groups of schedules beside training continue.
         batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
             ahead of the steps.
         surplus: Groups that the next step trains on first.
-        kl_coef: Of the KL penalty in the rewards of this step.
         unsaved: The last step and its metrics, if the policy has its weights and no checkpoint has
             them; None while a step trains.
-        saved_at: When the last checkpoint was complete, or the run began, in monotonic seconds.
-        resumes: How often this run resumed by itself (see `run_resuming`).
-        first_of_kind: Knows the kinds of failures and findings that were shown.
-        busy: By name of each server and rank, the share of the last step in which it worked.
     """
 
     config: Config
@@ -143,28 +103,13 @@ class TrainingContext:
     reference: ServedReference | None
     memory_offload: MemoryOffload | None
     checkpoints: Checkpoints
-    metrics_log: MetricsLog
-    trajectory_log: TrajectoryLog
-    trajectory_store: TrajectoryStore
-    notes_log: NotesLog
-    alert_log: AlertLog
-    watch: Watch
-    decode: Decode
-    loggers: Loggers
-    progress: Progress
-    run_metrics: RunMetrics
-    report: LiveReport
+    record: RunRecord
     group_store: GroupStore
     resumed_groups: QueueState
-    on_step: OnStep | None = None
     batches: int = 0
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0
-    resumes: int = 0
     unsaved: tuple[int, dict[str, float]] | None = None
-    saved_at: float = field(default_factory=time.monotonic)
-    first_of_kind: FirstOfKind = field(default_factory=FirstOfKind)
-    busy: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def version(self) -> int:
@@ -196,114 +141,41 @@ class TrainingContext:
         Args:
             phase: Decides how completions are sampled, and is named in the progress line.
             tasks: Those of a row are adjacent.
-            step: What is noted is said of it.
 
         Raises:
             NoServerLeftError: No server is left.
             SetupError: A restarted server does not fit.
         """
         with (
-            self.progress.phase(phase, total=len(tasks)),
-            self.trajectory_log.recording() as recorded,
+            self.record.phase(phase, total=len(tasks)),
+            self.record.trajectory_log.recording() as recorded,
             span_attributes(self.config, tasks, step=step, validate=phase == "validate"),
         ):
             trajectories = await self.rollout.run(
                 tasks,
                 sampling_params(self.config, phase),
                 min_weight_version=self.version,
-                on_end=lambda _: self.progress.advance(),
+                on_end=lambda _: self.record.advance(),
                 routed_experts=phase == "rollout" and self.config.policy.moe.routing_replay,
             )
-        for text in self.first_of_kind.take(trajectories):
-            self.note(step, text)
+        self.record.firsts(step, trajectories)
         if phase != "validate":
             trajectories = [shaped(trajectory, self.config) for trajectory in trajectories]
         return Sampled(trajectories=trajectories, spans=recorded.spans)
 
     async def log_training(self, step: int, sampled: Sampled, batch: StepBatch | None) -> None:
-        """Logs some of the trajectories of a step; the batch is None if there is none.
-
-        All of them wait for `keep_training`, and go to `run.rollout_data_dir`, if there is one.
+        """Records the trajectories of a step; the batch is None if there is none.
 
         Raises:
             OutageError: Something is down that the trajectories need.
         """
-        self.trajectory_log.append(
-            step,
-            sampled.trajectories,
-            phase="train",
-            limit=self.config.run.trajectories_per_step,
-            advantages=None if batch is None else batch.advantages_of(sampled.trajectories),
-            spans=sampled.spans,
-        )
-        limit = self.config.run.trajectories_per_step
-        self._hold(step, sampled, phase="train", limit=limit, batch=batch)
-        await self._write_generations(self.config.run.rollout_data_dir, step, sampled)
+        await self.record.sampled(step, sampled, batch)
         self.rollout.check_outages(sampled.trajectories)
-
-    async def keep_training(self, tokens: TokenValues | None) -> None:
-        """Begins to write all trajectories of the step that was logged.
-
-        Args:
-            tokens: What the policy's update computed of each token; None: there was none.
-
-        Raises:
-            OSError: Those of the step before could not be written.
-        """
-        await self.trajectory_store.write(tokens)
-
-    def _hold(
-        self,
-        step: int,
-        sampled: Sampled,
-        *,
-        phase: Phase,
-        limit: int,
-        batch: StepBatch | None = None,
-    ) -> None:
-        note = self.trajectory_store.hold(
-            step, sampled.trajectories, phase=phase, limit=limit, spans=sampled.spans, batch=batch
-        )
-        if note is not None:
-            self.note(step, note)
-
-    async def log_validation(self, step: int, sampled: Sampled) -> None:
-        """Logs some of the trajectories of a validation, and begins to write all of them.
-
-        All of them go to `run.validation_data_dir`, if there is one.
-
-        Raises:
-            OutageError: Something is down that the trajectories need.
-        """
-        self.trajectory_log.append(
-            step,
-            sampled.trajectories,
-            phase="val",
-            limit=self.config.run.val_trajectories,
-            spans=sampled.spans,
-        )
-        self._hold(step, sampled, phase="val", limit=self.config.run.val_trajectories)
-        await self.trajectory_store.write()
-        if limit := self.config.run.val_trajectories:
-            self.loggers.table(step, generations(sampled.trajectories, limit=limit))
-        await self._write_generations(self.config.run.validation_data_dir, step, sampled)
-        self.rollout.check_outages(sampled.trajectories)
-
-    async def _write_generations(self, directory: Path | None, step: int, sampled: Sampled) -> None:
-        if directory is not None:
-            await asyncio.to_thread(
-                write_generations, directory, step, sampled.trajectories, decode=self.decode
-            )
-
-    def note(self, step: int, text: str) -> None:
-        """Says something about a step: on the console, in the log and in the report."""
-        self.progress.note(f"step {step}: {text}")
-        self.notes_log.append(step, text)
 
     async def release_memory(self) -> None:
         """Lends the servers' device memory to the policy until `sync_weights`, if configured."""
         if self.memory_offload is not None:
-            with self.progress.phase("release"):
+            with self.record.phase("release"):
                 await self.memory_offload.sleep()
 
     async def with_reference(self, survivors: Survivors) -> Survivors:
@@ -313,7 +185,7 @@ class TrainingContext:
             GenerationError: No server that holds it answers.
         """
         assert self.reference is not None
-        with self.progress.phase("reference"):
+        with self.record.phase("reference"):
             return survivors.with_reference(await self.reference.logprobs(survivors.sequences))
 
     async def charge(self, survivors: Survivors) -> tuple[Survivors, Charges]:
@@ -324,7 +196,7 @@ class TrainingContext:
         Raises:
             PolicyError: A policy rank failed.
         """
-        with self.progress.phase("kl"):
+        with self.record.phase("kl"):
             request = pb.MeasureReferenceRequest(
                 algorithm=to_json(self.config.algorithm),
                 temperature=self.config.rollout.temperature,
@@ -341,7 +213,7 @@ class TrainingContext:
         Raises:
             PolicyError: A policy rank failed.
         """
-        with self.progress.phase("values"):
+        with self.record.phase("values"):
             responses = await self.policy.call(pb.ValuesRequest(), survivors.sequences)
         return survivors.with_values(of_loss_tokens(survivors.sequences, responses[0].values))
 
@@ -359,7 +231,7 @@ class TrainingContext:
             free_memory=self.memory_offload is not None,
         )
         with (
-            self.progress.phase("critic"),
+            self.record.phase("critic"),
             self._span("update", step, model="critic", sequences=len(sequences)) as trace,
         ):
             stats: pb.UpdateCriticResponse = (await self.policy.call(request, sequences))[0]
@@ -384,7 +256,7 @@ class TrainingContext:
             free_memory=self.memory_offload is not None,
         )
         with (
-            self.progress.phase("train"),
+            self.record.phase("train"),
             self._span("update", step, model="policy", sequences=len(sequences)) as trace,
         ):
             stats: pb.UpdateResponse = (await self.policy.call(request, sequences))[0]
@@ -404,7 +276,7 @@ class TrainingContext:
         """
         offload = self.memory_offload
         with (
-            self.progress.phase("sync"),
+            self.record.phase("sync"),
             self._span("weight_sync", version, servers=len(self.servers.live)) as trace,
         ):
             report = await self.servers.sync_weights(
@@ -453,29 +325,8 @@ class TrainingContext:
         responses = await self.policy.call(rank_pb.ReportTimeRequest())
         reports = [response.seconds for response in responses]
         shares = {**await self.server_shares.take(phases), **rank_shares(reports, phases)}
-        self.busy = {**self.server_shares.busy, **ranks_busy(reports)}
+        self.record.busy = {**self.server_shares.busy, **ranks_busy(reports)}
         return shares
-
-    async def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the step, shows it, and calls the user's hook, in a thread if it is not async."""
-        self.metrics_log.append(step, metrics)
-        self.loggers.metrics(step, metrics)
-        self.progress.step_done(step, metrics)
-        self.report.step_done(step, metrics, busy=self.busy)
-        if step > 0:
-            for alert in self.watch.step(metrics):
-                self.note(step, alert.text)
-                self.alert_log.append(step, alert)
-                self.loggers.alert(step, alert)
-            self.run_metrics.set_alerts(self.watch.active)
-        if not metrics.keys().isdisjoint(("time/validate_s", "time/save_s")):
-            self.report.update()
-        if self.on_step is None:
-            return
-        if inspect.iscoroutinefunction(self.on_step):
-            await self.on_step(step, metrics)
-        else:
-            await asyncio.to_thread(self.on_step, step, metrics)
 
     async def save_model(self, step: int, *, with_hf: bool) -> None:
         """Writes the model of the checkpoint, also as a Hugging Face directory if wanted."""
@@ -488,7 +339,7 @@ class TrainingContext:
             if with_hf:
                 await call(checkpoint_pb.SaveHfRequest(directory=str(directory / HF)))
 
-        with self.progress.phase("save"):
+        with self.record.phase("save"):
             await self.checkpoints.write_model(step, write)
 
     async def complete_checkpoint(
@@ -502,10 +353,10 @@ class TrainingContext:
         Args:
             groups: What a resume must know of groups that are sampled beside training.
         """
-        with self.progress.phase("save"):
-            await self.trajectory_store.flush()
+        with self.record.phase("save"):
+            await self.record.trajectory_store.flush()
             await self.checkpoints.complete(step, metrics, groups)
-        self.unsaved, self.saved_at = None, time.monotonic()
+        self.unsaved = None
 
 
 def group_tasks(

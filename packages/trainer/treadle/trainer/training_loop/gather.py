@@ -27,8 +27,9 @@ from treadle.policy.algorithms.advantages import without_noise
 from treadle.tracing import FinishedSpan
 from treadle.trainer.report.failures import causes
 from treadle.trainer.report.rollout import accuracy
-from treadle.trainer.training_loop.context import Sampled, TrainingContext
+from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.groups import Group, groups_of, is_trainable
+from treadle.trainer.training_loop.run_record import Sampled
 
 __all__ = ["StepGroups", "gather", "has_signal", "note_failures"]
 
@@ -104,14 +105,7 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
     context.surplus = surplus if keep_surplus else []
     found.groups = [*with_signal[:wanted], *filling] or lost
     if missing:
-        empty = missing - len(filling)
-        says = [f"{len(filling)} of {wanted} groups have no signal"] if filling else []
-        says += [f"{empty} of {wanted} places are empty"] if empty else []
-        context.note(
-            step,
-            f"{' and '.join(says)} after "
-            f"algorithm.max_generation_batches={algorithm.max_generation_batches} batches of rows",
-        )
+        _note_missing(context, step, filling=len(filling), missing=missing)
     if found.groups is not lost:
         given_up = [] if keep_surplus else surplus
         note_failures(context, step, [*lost, *replaced, *given_up], num_lost=len(lost))
@@ -126,6 +120,17 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
         "sampling/surplus_given_up": float(len(surplus) - len(context.surplus)),
     }
     return found
+
+
+def _note_missing(context: TrainingContext, step: int, *, filling: int, missing: int) -> None:
+    wanted, empty = context.config.data.prompts_per_step, missing - filling
+    says = [f"{filling} of {wanted} groups have no signal"] if filling else []
+    says += [f"{empty} of {wanted} places are empty"] if empty else []
+    limit = context.config.algorithm.max_generation_batches
+    context.record.note(
+        step,
+        f"{' and '.join(says)} after algorithm.max_generation_batches={limit} batches of rows",
+    )
 
 
 def has_signal(group: Group, *, by: str) -> bool:
@@ -160,7 +165,7 @@ def note_failures(
             f"{len(failed)} trajectories failed in groups that are left out; "
             f"{num_lost} groups are left out because of them"
         )
-        context.note(step, "\n  ".join([text, *causes(failed)]))
+        context.record.note(step, "\n  ".join([text, *causes(failed)]))
 
 
 async def _sample_batch(
@@ -207,7 +212,7 @@ async def _sample_greedy(
     failed = [trajectory for trajectory in trajectories if trajectory.error is not None]
     if failed:
         text = f"{len(failed)} of {len(trajectories)} greedy trajectories failed"
-        context.note(step, "\n  ".join([text, *causes(failed)]))
+        context.record.note(step, "\n  ".join([text, *causes(failed)]))
         context.rollout.check_outages(failed)
     return _Greedy(
         rewards={t.task.task_id: t.reward for t in trajectories if t.reward is not None},

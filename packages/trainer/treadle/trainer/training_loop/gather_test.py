@@ -30,10 +30,10 @@ from treadle.trainer.report import rollout_metrics
 from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.shaping import shaped
-from treadle.trainer.training_loop.context import Sampled, TrainingContext
+from treadle.trainer.training_loop.context import TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups, gather, has_signal
 from treadle.trainer.training_loop.groups import Group, NoGroupLeftError, is_trainable, make_batch
-from treadle.trainer.training_loop.schedules.step import saves
+from treadle.trainer.training_loop.run_record import Sampled
 
 _PROMPTS = 3
 
@@ -124,6 +124,11 @@ class _Context:
         if self.greedy_fails and phase == "greedy":
             self.rollout.outages.given_up.add("the reward")  # as after a wait in vain
         return Sampled(trajectories=sampled, spans=())
+
+    @property
+    def record(self) -> "_Context":
+        """Takes the notes, too."""
+        return self
 
     def note(self, step: int, text: str) -> None:
         self.notes.append(text)
@@ -262,7 +267,8 @@ class _SyncRun:
 
     @property
     def _saves(self) -> bool:
-        return saves(cast(TrainingContext, self._context), self._step)
+        last = self._step == self._context.total_steps
+        return self._config.schedule.saves(self._step, last=last)
 
     def _sample(self) -> StepGroups:
         context, before = self._context, self._context.batches

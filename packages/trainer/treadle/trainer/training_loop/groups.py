@@ -163,7 +163,6 @@ class Survivors:
 
     Attributes:
         groups: All groups of the step.
-        kept: Those that are trained on.
         sequences: Of the members of `kept`; their advantages are 0.
     """
 
@@ -383,7 +382,6 @@ class _Member:
 
     Attributes:
         player: "" of a trajectory whose samples share its reward.
-        reward: Of all of its samples.
         samples: Adjacent samples of the trajectory.
     """
 

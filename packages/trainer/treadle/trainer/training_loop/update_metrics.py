@@ -61,11 +61,7 @@ def broken_policy(
     *,
     lower: str = "policy.optimizer.lr",
 ) -> str:
-    """Says which update broke the policy; later ones have no finite gradient.
-
-    Args:
-        stats: Of its update, which left something `broken`.
-    """
+    """Says which update broke the policy; later ones have no finite gradient."""
     applied = [update for update in stats.steps if not update.skipped]
     last = applied[-1] if applied else stats.steps[-1]
     advice = (

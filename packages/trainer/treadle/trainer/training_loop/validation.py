@@ -27,11 +27,12 @@ async def validate(context: TrainingContext, *, step: int, timer: Timer) -> dict
     tasks = validation_tasks(context.config, context.val)
     with timer.phase("validate"):
         sampled = await context.sample("validate", tasks, step=step)
-    await context.log_validation(step, sampled)
     trajectories = sampled.trajectories
+    await context.record.validated(step, sampled)
+    context.rollout.check_outages(trajectories)
     # Intervals of a thousand rows take a second, which the event loop does not have.
     metrics = await asyncio.to_thread(validation_metrics, trajectories)
     if failed := metrics["val/num_failed"]:
         text = f"{failed:.0f} of {len(trajectories)} trajectories of the validation failed"
-        context.note(step, "\n  ".join([text, *causes(trajectories)]))
+        context.record.note(step, "\n  ".join([text, *causes(trajectories)]))
     return metrics

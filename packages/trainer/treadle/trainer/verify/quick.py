@@ -18,9 +18,14 @@ import numpy as np
 from treadle.policy.algorithms.estimators import FoundEstimator, find_estimator
 from treadle.tracing.trajectories import DIRECTORY, file_name
 from treadle.trainer.checkpoint.manifest import DamageError, check_manifest
-from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoints, RunDirectoryError
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    CONFIG,
+    Checkpoints,
+    RunDirectoryError,
+)
 from treadle.trainer.config.schema import Config
-from treadle.trainer.report.metrics import MISMATCH, REWARD, SAMPLED_TOKENS, read_metrics
+from treadle.trainer.report.metrics import MISMATCH, STALE_TOKENS, TOOL_RATE, Record, read_metrics
 from treadle.trainer.report.rollout import rollout_metrics
 from treadle.trainer.report.seals import read_seals, sha256_of
 from treadle.trainer.training_loop.groups import NoGroupLeftError, make_batch
@@ -28,10 +33,6 @@ from treadle.trainer.verify.recorded import RecordedStep, RecordError, read_step
 
 __all__ = ["quick_problems", "train_file"]
 
-_FROM_TRAJECTORIES = (
-    *(REWARD, "reward/min", "reward/max", SAMPLED_TOKENS, "tokens/prompt", "tokens/observed"),
-    *("rollout/num_trajectories", "rollout/num_failed", "rollout/samples"),
-)
 _METRICS = "metrics.jsonl"
 
 
@@ -47,12 +48,12 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
         OSError: A file cannot be read.
     """
     yield from _seals(run_dir)
-    yield from _checkpoints(run_dir)
     try:
         metrics = {int(record["step"]): record for record in read_metrics(run_dir / _METRICS)}
     except ValueError as error:
         yield str(error)
         return
+    yield from _checkpoints(run_dir, metrics)
     estimator = find_estimator(config.algorithm)
     times: Counter[tuple[str, int]] = Counter()
     for step, record in metrics.items():
@@ -69,15 +70,21 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
             *_repeated(recorded, times, int(record.get("data/epoch", step))),
         ]
         if recorded.is_whole:
-            problems += _advantages(recorded, step, config, estimator)
-            problems += _metrics(recorded, record)
+            found = _from_trajectories(recorded)
+            problems += _batch(recorded, step, config, estimator, found)
+            problems += _metrics(found, record)
         for problem in problems:
             yield f"step {step}: {problem}"
 
 
 def _seals(run_dir: Path) -> Iterator[str]:
+    seals: dict[tuple[str, int], str] = {}
+    configs: dict[str, str] = {}  # manifest of a checkpoint -> digest of the run's configuration
     try:
-        seals = {(name, step): digest for step, name, digest in read_seals(run_dir)}
+        for step, name, digest in read_seals(run_dir):
+            seals[name, 0 if name == CONFIG else step] = digest  # it is written at each start
+            if name.startswith(CHECKPOINTS) and (CONFIG, 0) in seals:
+                configs.setdefault(name, seals[CONFIG, 0])
     except ValueError as error:
         yield str(error)
         return
@@ -97,6 +104,10 @@ def _seals(run_dir: Path) -> Iterator[str]:
             yield f"step {step}: {name} is missing"
         elif sha256_of(run_dir / name) != digest:
             yield f"step {step}: {name} has changed since it was written"
+    for name, digest in configs.items():
+        copy = (run_dir / name).with_name(CONFIG)
+        if copy.exists() and sha256_of(copy) != digest:
+            yield f"{copy.relative_to(run_dir)} is not the configuration that the run had then"
     if any(count > 0 for count in digests.values()):
         yield f"{_METRICS} has a line that was not written by the run"
     sealed = {name for name, _ in seals}
@@ -105,7 +116,7 @@ def _seals(run_dir: Path) -> Iterator[str]:
             yield f"{DIRECTORY}/{file.name} was not written by the run"
 
 
-def _checkpoints(run_dir: Path) -> Iterator[str]:
+def _checkpoints(run_dir: Path, metrics: Mapping[int, Record]) -> Iterator[str]:
     checkpoints = Checkpoints(run_dir / CHECKPOINTS, keep=1)
     for step in checkpoints.steps():
         try:
@@ -113,6 +124,14 @@ def _checkpoints(run_dir: Path) -> Iterator[str]:
             check_manifest(kept.policy_directory.parent)
         except (DamageError, RunDirectoryError) as error:
             yield f"step {step}: {error}"
+            continue
+        record = metrics.get(step, {})
+        for name, value in kept.metrics.items():
+            logged = record.get(name, math.nan)
+            if name.startswith("time/") or not (math.isfinite(value) or math.isfinite(logged)):
+                continue  # the step's time grows until it is logged
+            if value != logged:
+                yield f"step {step}: {name} is {value} in its checkpoint, and {logged} is logged"
 
 
 def _versions(recorded: RecordedStep, step: int) -> Iterator[str]:
@@ -128,10 +147,18 @@ def _versions(recorded: RecordedStep, step: int) -> Iterator[str]:
                     )
 
 
-def _advantages(
-    recorded: RecordedStep, step: int, config: Config, estimator: FoundEstimator
+def _batch(
+    recorded: RecordedStep,
+    step: int,
+    config: Config,
+    estimator: FoundEstimator,
+    metrics: dict[str, float],
 ) -> Iterator[str]:
-    """The estimator's, of the recorded rewards, where it needs nothing else."""
+    """The estimator's advantages, of the recorded rewards, where it needs nothing else.
+
+    Args:
+        metrics: Gets those of the batch.
+    """
     algorithm = config.algorithm
     if (
         estimator.needs_values
@@ -145,13 +172,15 @@ def _advantages(
     except (NoGroupLeftError, ValueError) as error:
         yield str(error)
         return
+    stale = [s.flags_at_loss_tokens("stale") for s in batch.sequences]
+    metrics |= {**batch.metrics(), STALE_TOKENS: float(np.concatenate(stale).mean())}
     expected = np.concatenate([s.at_loss_tokens("advantages") for s in batch.sequences])
     found = recorded.of_tokens("advantages")
     if not np.array_equal(expected.astype(np.float32), found):
         yield "the advantages are not those of the rewards"
 
 
-def _metrics(recorded: RecordedStep, record: Mapping[str, float]) -> Iterator[str]:
+def _from_trajectories(recorded: RecordedStep) -> dict[str, float]:
     members = [each for group in recorded.groups for each in group.trajectories]
     found = rollout_metrics(members)
     ours, theirs = recorded.of_tokens("policy_logprobs"), recorded.of_tokens("logprobs")
@@ -159,11 +188,16 @@ def _metrics(recorded: RecordedStep, record: Mapping[str, float]) -> Iterator[st
     if len(ours) == len(theirs) and computed.any():
         difference = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))[computed]
         found[f"{MISMATCH}_max"] = float(difference.max())
-    for name in (*_FROM_TRAJECTORIES, f"{MISMATCH}_max"):
-        if name not in record or name not in found or math.isnan(record[name]):
+    found.pop(TOOL_RATE, None)  # it follows from messages
+    return found
+
+
+def _metrics(found: Mapping[str, float], record: Mapping[str, float]) -> Iterator[str]:
+    for name, value in found.items():
+        if name not in record or math.isnan(record[name]):
             continue
-        if not math.isclose(record[name], found[name], rel_tol=1e-6, abs_tol=1e-9):
-            yield f"{name} is {record[name]}, and its trajectories give {found[name]}"
+        if not math.isclose(record[name], value, rel_tol=1e-6, abs_tol=1e-9):
+            yield f"{name} is {record[name]}, and its trajectories give {value}"
 
 
 def _repeated(recorded: RecordedStep, times: Counter[tuple[str, int]], epoch: int) -> Iterator[str]:

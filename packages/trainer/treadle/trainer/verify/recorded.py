@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from treadle.agent_loop import (
     AgentTask,
+    Finding,
     Message,
     Origin,
     RolloutError,
@@ -33,7 +34,8 @@ __all__ = ["RecordError", "RecordedStep", "read_step"]
 
 _COLUMNS = (
     *("task_id", "rollout_index", "loop", "reward", "advantage", "stop", "error"),
-    *("sample_rewards", "num_tokens", "num_sampled_tokens", "samples"),
+    *("sample_rewards", "tool_rewards", "turn_scores", "findings", "num_turns"),
+    *("num_tokens", "num_sampled_tokens", "samples"),
 )
 
 
@@ -107,8 +109,12 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         samples=samples,
         messages=(),
         stop=stop,
+        assistant_turns=row["num_turns"] - 1,
         reward=row["reward"],
         sample_rewards=tuple(SampleReward(**each) for each in row["sample_rewards"] or ()),
+        tool_rewards=tuple(row["tool_rewards"]),
+        turn_scores=tuple(row["turn_scores"]),
+        findings=tuple(Finding(**each) for each in row["findings"]),
         error=None if error is None else RolloutError(error),
     )
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import math
 import tempfile
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -23,16 +23,22 @@ from treadle.policy.client.group import PolicyGroup
 from treadle.policy.client.types import TokenValues
 from treadle.policy.config.settings import to_json
 from treadle.policy.v1 import training_service_pb2 as pb
-from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest
+from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest, SaveRequest
 from treadle.tracing.trajectories import DIRECTORY, image_bytes
-from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, Checkpoint, Checkpoints
+from treadle.trainer.checkpoint.run_directory import (
+    CHECKPOINTS,
+    HF,
+    POLICY,
+    Checkpoint,
+    Checkpoints,
+)
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.environment import cpu_count
 from treadle.trainer.launch.local import LocalLauncher
+from treadle.trainer.launch.policy_group import policy_group
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.plan import policy_threads
 from treadle.trainer.report.metrics import Record
-from treadle.trainer.training_loop.build_context import policy_group
 from treadle.trainer.training_loop.groups import survivors_of
 from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.verify.quick import train_file
@@ -76,7 +82,7 @@ async def replay_problems(
     *,
     after: int = 0,
     bound: float = 0.0,
-) -> AsyncIterator[tuple[int, list[str]]]:
+) -> AsyncGenerator[tuple[int, list[str]], None]:
     """Yields each step with what does not fit; the first step that has any is the last.
 
     Args:
@@ -119,9 +125,12 @@ async def replay_problems(
                 *_tokens(recorded, TokenValues.of(response.tokens), bound),
                 *_metrics(update_metrics(response), metrics[step], bound),
             ]
-            if step in kept:
+            if step in kept and bound:  # differences are not to add up
                 saved = checkpoints.at(step, to="resume")
-                problems += await _weights(policy, saved, scratch / f"step-{step}")
+                await policy.call(LoadRequest(directory=str(saved.policy_directory.absolute())))
+            elif step in kept:
+                saved = checkpoints.at(step, to="resume")
+                problems += await _state(policy, saved, scratch / f"step-{step}")
             yield step, problems
             if problems:
                 return
@@ -169,15 +178,25 @@ def _metrics(computed: Mapping[str, float], record: Record, bound: float) -> Ite
             yield f"{name} is {kept}, and the policy computes {value}"
 
 
-async def _weights(policy: PolicyGroup, saved: Checkpoint, scratch: Path) -> list[str]:
-    """Compares the policy with a checkpoint, whose state it has afterwards."""
-    ours, theirs = scratch / "computed", scratch / "kept"
-    await policy.call(SaveHfRequest(directory=str(ours)))
+async def _state(policy: PolicyGroup, saved: Checkpoint, scratch: Path) -> list[str]:
+    """Compares the policy with a checkpoint: its files, and what a rank loads from them."""
+    state, loaded, hf = scratch / POLICY, scratch / "loaded" / POLICY, scratch / HF
+    loaded.parent.mkdir(parents=True)
+    await policy.call(SaveRequest(directory=str(state)))
+    pairs = [(state, saved.policy_directory), (state, loaded)]
+    if saved.hf_directory is not None:
+        await policy.call(SaveHfRequest(directory=str(hf)))
+        pairs.append((hf, saved.hf_directory))
     await policy.call(LoadRequest(directory=str(saved.policy_directory.absolute())))
-    await policy.call(SaveHfRequest(directory=str(theirs)))
-    differ = [
-        file.name
-        for file in sorted(ours.glob("*.safetensors"))
-        if file.read_bytes() != (theirs / file.name).read_bytes()
+    await policy.call(SaveRequest(directory=str(loaded)))
+    return [
+        f"{kept.name}/{name} of the checkpoint is not what the policy computes"
+        for ours, kept in pairs
+        for name in sorted({path.name for path in (*ours.iterdir(), *kept.iterdir())})
+        # torch's .metadata says where in the other files a tensor is, and when it was written.
+        if not name.startswith(".") and not _equal(ours / name, kept / name)
     ]
-    return [f"{name} of the checkpoint is not what the policy computes" for name in differ]
+
+
+def _equal(one: Path, other: Path) -> bool:
+    return one.is_file() and other.is_file() and one.read_bytes() == other.read_bytes()

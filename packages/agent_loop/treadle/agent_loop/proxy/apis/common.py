@@ -25,7 +25,7 @@ class AgentRequest:
     """A parsed request. None means not specified.
 
     Attributes:
-        namespaces: Of tools that the request groups (Responses API), by the tool's name.
+        namespaces: Namespaces of tools that the request groups (Responses API), by the tool's name.
         max_tokens: A number of at least 1.
         temperature: A number of at least 0.
         top_p: A number in (0, 1].
@@ -37,7 +37,7 @@ class AgentRequest:
         num_instructions: Number of leading messages that a later request does not continue, because
             it brings its own (instructions of the Responses API).
         response_schema: JSON Schema of the text, as JSON, where it is to be enforced.
-        calls: What is to be enforced of the calls.
+        calls: Rules for the calls, which are enforced.
         prompt_ids: The prompt as ids, instead of messages.
         stop_token_ids: Ids that end the completion, besides the renderer's.
         store: Whether a later request may continue this one by its id.
@@ -197,8 +197,7 @@ def constrained_choice(
     """Enforces a choice of tools that constrains the sampling, or lets it pass, or refuses it.
 
     Args:
-        choice: As the request has it.
-        hint: What to do where it is refused.
+        hint: The fix, where it is refused.
         required: Whether the choice is that the model calls; else that it does not.
         name: The tool that the model is to call; None for any.
 
@@ -296,10 +295,10 @@ def response_schema(
 
     Args:
         place: Its place in the request.
-        problem: What is wrong with it where formats are refused.
+        problem: Its problem, where formats are refused.
         allowed: Takes what is let pass.
         schema: Its JSON Schema; None means any JSON.
-        tools: Those of the request. With tools the model may call instead, so that nothing is
+        tools: Tools of the request. With tools the model may call instead, so that nothing is
             enforced.
 
     Raises:
@@ -318,7 +317,7 @@ def single_call(allowed: Allowances, param: str, problem: str, *, tools: object)
 
     Args:
         param: Its place in the request.
-        problem: What is wrong with it where it is refused.
+        problem: Its problem, where it is refused.
 
     Raises:
         ApiError: It is refused.

@@ -222,7 +222,7 @@ class _Turn:
     """A turn of the assistant, as far as its items have come.
 
     Attributes:
-        stage: What has come: 0 reasoning, 1 text, 2 a call.
+        stage: The last item so far: 0 reasoning, 1 text, 2 a call.
     """
 
     stage: int = 0

@@ -1,6 +1,6 @@
 import pytest
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engines.common.arguments import (
     ManagedArgument,
     merge_arguments,
@@ -48,7 +48,7 @@ def test_an_unsupported_key_is_refused_only_when_set() -> None:
         "engine_args": "leave it out",
     }
     reject_unsupported(ServerConfig(), "torch", unsupported)
-    config = ServerConfig(model=ModelConfig(data_parallel_size=2))
+    config = ServerConfig(model=ServedModelConfig(data_parallel_size=2))
     with pytest.raises(ValueError, match=r"data_parallel_size is 2.*start one server per copy"):
         reject_unsupported(config, "torch", unsupported)
     with pytest.raises(ValueError, match="leave it out"):

@@ -31,7 +31,7 @@ import torch
 
 from treadle.rollout.collective_schedule import Part, schedule
 from treadle.rollout_server.engine import CollectiveGroup, TensorSpec
-from treadle.rollout_server.engines.common.collective_group import Membership, StopSignal
+from treadle.rollout_server.engines.common.collective_group import GroupMember, StopSignal
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.errors import CollectiveBroken
 
@@ -51,7 +51,7 @@ class CollectiveMember:
     def __init__(self, *, worker: int, device: torch.device) -> None:
         self._worker = worker
         self._device = device
-        self._membership: Membership | None = None
+        self._membership: GroupMember | None = None
         self._stop = StopSignal()
 
     def receive(
@@ -72,7 +72,7 @@ class CollectiveMember:
 
         Args:
             group: The group; reused if it is the same as in the previous update.
-            tensors: As announced; `group.senders[i]` sends `tensors[i]`.
+            tensors: The announced tensors; `group.senders[i]` sends `tensors[i]`.
 
         Raises:
             CollectiveBroken: Raised by the iterator; the weights are a mixture.
@@ -105,11 +105,11 @@ class CollectiveMember:
             self._give_up(stop.cause or "it could not write what it received", at_fault=True)
             raise
 
-    def _joined(self, group: CollectiveGroup, stop: StopSignal) -> Membership:
+    def _joined(self, group: CollectiveGroup, stop: StopSignal) -> GroupMember:
         if self._membership is None or self._membership.announced != group:
             self.close()
             rank = group.first_rank + self._worker
-            self._membership = Membership(group, rank, self._device)
+            self._membership = GroupMember(group, rank, self._device)
             self._membership.join(stop)
         return self._membership
 
@@ -127,7 +127,7 @@ class CollectiveMember:
 
 
 def _buckets(
-    membership: Membership, tensors: tuple[TensorSpec, ...], stop: StopSignal
+    membership: GroupMember, tensors: tuple[TensorSpec, ...], stop: StopSignal
 ) -> Iterator[list[Received]]:
     group = membership.announced
     plan = schedule([spec.size_bytes for spec in tensors], group.senders, group.bucket_bytes)

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.engine import CollectiveGroup, ElementType, TensorSpec
 
-__all__ = ["Membership", "StopSignal", "decode_group", "encode_group", "fail_group"]
+__all__ = ["GroupMember", "StopSignal", "decode_group", "encode_group", "fail_group"]
 
 _CONNECT_S = 20.0
 _POLL_S = 0.001
@@ -68,7 +68,7 @@ class StopSignal:
             raise RuntimeError(self.cause)
 
 
-class Membership:
+class GroupMember:
     """The membership of one worker in a group, from `join` to `leave`.
 
     Args:

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from treadle.rollout_server.engine import EngineRequest
 from treadle.rollout_server.engines.images.patches import PatchCutter, check_patch_sizes
-from treadle.rollout_server.engines.images.reader import ImageReader, PlacedImage
+from treadle.rollout_server.engines.images.reader import ImageDecoder, PlacedImage
 
 _CONFIGS: Any = AutoConfig  # Untyped in transformers.
 
@@ -51,7 +51,7 @@ class ImageInputs:
 
     def __init__(self, directory: Path, *, dtype: torch.dtype, cache_bytes: int) -> None:
         self.config: Any = _CONFIGS.from_pretrained(directory, local_files_only=True)
-        self._reader = ImageReader(
+        self._reader = ImageDecoder(
             directory, placeholder_id=self.config.image_token_id, cache_bytes=cache_bytes
         )
         processor = self._reader.processor
@@ -78,7 +78,7 @@ class ImageInputs:
 
         Raises:
             ImageUnreadable: An image cannot be decoded, or is too large.
-            ImagePlaceholders: The number of placeholders of an image is wrong.
+            PlaceholderMismatch: The number of placeholders of an image is wrong.
             InvalidField: An id in the place of an image is not the placeholder.
         """
         placed = await self._reader.read(request.images, request.prompt)

@@ -6,7 +6,7 @@ so two prompts share a cached prefix only as far as their images are equal too
 be decoded, or whose number of placeholders is wrong, is rejected here, before the sequence
 takes any resources.
 
-Who waits: `ImageReader.read` waits for the thread that hashes an image and the one that
+Who waits: `ImageDecoder.read` waits for the thread that hashes an image and the one that
 decodes it. A second request for an image that is being decoded waits for the first decode, on
 the event loop and not on a thread: eight samples of one prompt arrive together, decode its
 images once and leave the other threads to other prompts. A decode that nobody waits for any
@@ -35,7 +35,7 @@ import torch
 from PIL import ExifTags, Image, UnidentifiedImageError
 
 from treadle.rollout_server.engine import PromptImage
-from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
+from treadle.rollout_server.errors import ImageUnreadable, InvalidField, PlaceholderMismatch
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _CONFIGURATIONS = ("preprocessor_config.json", "processor_config.json")
@@ -99,7 +99,7 @@ class _PendingImage:
     num_waiting: int = 0
 
 
-class ImageReader:
+class ImageDecoder:
     """Decodes the images of prompts for one model. Used from a single event loop.
 
     Args:
@@ -153,7 +153,7 @@ class ImageReader:
 
         Raises:
             ImageUnreadable: An image cannot be decoded, or is too large.
-            ImagePlaceholders: The number of placeholders of an image is wrong.
+            PlaceholderMismatch: The number of placeholders of an image is wrong.
             InvalidField: An id in the place of an image is not the placeholder.
         """
         for index, image in enumerate(images):
@@ -188,7 +188,7 @@ class ImageReader:
         _, height, width = decoded.pixels.shape
         grid = (height // self._stride, width // self._stride)
         if grid[0] * grid[1] != image.num_tokens:
-            raise ImagePlaceholders(index, image.start, image.num_tokens, grid[0] * grid[1])
+            raise PlaceholderMismatch(index, image.start, image.num_tokens, grid[0] * grid[1])
         return PlacedImage(start=image.start, grid=grid, image=decoded)
 
     async def _decoded(self, image: PromptImage) -> DecodedImage:

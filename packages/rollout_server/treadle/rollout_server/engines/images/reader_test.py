@@ -22,7 +22,7 @@ from treadle.rollout_server.engines.images import reader as module
 from treadle.rollout_server.engines.images.positions import ImagePositions
 from treadle.rollout_server.engines.images.reader import (
     DecodedImage,
-    ImageReader,
+    ImageDecoder,
     PlacedImage,
 )
 from treadle.rollout_server.engines.torch.testing.vision_model import (
@@ -31,8 +31,8 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     placed,
     write_vision_model,
 )
-from treadle.rollout_server.engines.torch.vision import VisionTower
-from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable
+from treadle.rollout_server.engines.torch.vision import ImageEncoder
+from treadle.rollout_server.errors import ImageUnreadable, PlaceholderMismatch
 
 _MODEL: Any = Qwen2_5_VLModel
 with torch.device("meta"):
@@ -51,21 +51,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def reader(path: Path) -> Iterator[ImageReader]:
+def reader(path: Path) -> Iterator[ImageDecoder]:
     # Room for two pictures of 16 by 16 pixels.
-    reader = ImageReader(path, placeholder_id=PLACEHOLDER, cache_bytes=2 * 3 * 16 * 16)
+    reader = ImageDecoder(path, placeholder_id=PLACEHOLDER, cache_bytes=2 * 3 * 16 * 16)
     yield reader
     reader.close()
 
 
-async def serials(reader: ImageReader, *parts: bytes) -> list[int]:
+async def serials(reader: ImageDecoder, *parts: bytes) -> list[int]:
     prompt, images = placed([part for image in parts for part in (image, 7)])
     return [read.image.serial for read in await reader.read(images, prompt)]
 
 
 @pytest.mark.asyncio
 async def test_equal_bytes_have_one_number_and_the_latest_are_kept(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, two, three = (picture(16, 16, seed=seed) for seed in range(3))
     decode, decoded = reader._decode, list[bytes]()
@@ -83,7 +83,7 @@ async def test_equal_bytes_have_one_number_and_the_latest_are_kept(
 
 @pytest.mark.asyncio
 async def test_a_number_that_was_forgotten_is_given_to_nobody(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_MAX_SERIALS", 2)
     parts = [picture(16, 16, seed=seed) for seed in range(4)]
@@ -93,7 +93,7 @@ async def test_a_number_that_was_forgotten_is_given_to_nobody(
 
 @pytest.mark.asyncio
 async def test_a_file_that_would_fill_the_memory_is_not_decoded(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = io.BytesIO()
     Image.new("1", (9000, 9000)).save(file, "PNG")
@@ -123,7 +123,7 @@ class Mirror:
 @pytest.mark.parametrize("size", [(24, 16), (37, 91), (300, 200), (5, 9)])
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "L", "P", "1", "I;16"])
 async def test_patches_are_those_of_the_image_processor(
-    reader: ImageReader, mode: str, size: tuple[int, int]
+    reader: ImageDecoder, mode: str, size: tuple[int, int]
 ) -> None:
     noise = Image.open(io.BytesIO(picture(*size)))
     noise.putalpha(Image.linear_gradient("L").resize(size))
@@ -136,14 +136,14 @@ async def test_patches_are_those_of_the_image_processor(
     )
     (read,) = await reader.read([image], [PLACEHOLDER] * image.num_tokens)
     tower = Mirror()
-    patches = VisionTower(tower, reader.processor, torch.device("cpu")).encode_image(read)
+    patches = ImageEncoder(tower, reader.processor, torch.device("cpu")).encode_image(read)
     assert tower.grid == [[1, rows, columns]]
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.asyncio
 async def test_a_picture_that_was_asked_for_by_many_is_read_once(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt, images = placed([picture(16, 16)])
     all_wait = threading.Barrier(2, timeout=60)
@@ -162,7 +162,7 @@ async def test_a_picture_that_was_asked_for_by_many_is_read_once(
 
 
 @pytest.mark.asyncio
-async def test_a_picture_that_could_not_be_read_is_tried_again(reader: ImageReader) -> None:
+async def test_a_picture_that_could_not_be_read_is_tried_again(reader: ImageDecoder) -> None:
     prompt, images = placed([picture(16, 16)])
     cut = replace(images[0], data=images[0].data[:-60])
     for _ in range(2):
@@ -174,7 +174,7 @@ async def test_a_picture_that_could_not_be_read_is_tried_again(reader: ImageRead
 class Decoding:
     """Holds a reader's threads in `decode` until it is told to go on."""
 
-    def __init__(self, reader: ImageReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
         self._decode = reader._decode
         self._arrivals = threading.Semaphore(0)
         self._go_on = threading.Event()
@@ -195,7 +195,7 @@ class Decoding:
         self._go_on.set()
 
 
-async def waiting(reader: ImageReader, *, prompts: int) -> None:
+async def waiting(reader: ImageDecoder, *, prompts: int) -> None:
     """Returns when so many wait for pictures, whose bytes were hashed on threads by then."""
     while sum(reading.num_waiting for reading in reader._pending.values()) < prompts:
         await asyncio.to_thread(bool)
@@ -203,7 +203,7 @@ async def waiting(reader: ImageReader, *, prompts: int) -> None:
 
 @pytest.mark.asyncio
 async def test_samples_that_wait_for_one_picture_leave_the_threads_to_others(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pictures = [picture(16, 16, seed=seed) for seed in range(4)]
     decoding = Decoding(reader, monkeypatch)
@@ -216,7 +216,7 @@ async def test_samples_that_wait_for_one_picture_leave_the_threads_to_others(
 
 @pytest.mark.asyncio
 async def test_who_leaves_takes_the_picture_from_nobody(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = Decoding(reader, monkeypatch)
     first, second = (asyncio.create_task(serials(reader, picture(16, 16))) for _ in range(2))
@@ -231,7 +231,7 @@ async def test_who_leaves_takes_the_picture_from_nobody(
 
 @pytest.mark.asyncio
 async def test_what_nobody_waits_for_any_more_is_not_decoded(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = Decoding(reader, monkeypatch)
     parts = [picture(16, 16, seed=seed) for seed in range(6)]
@@ -251,7 +251,7 @@ async def test_what_nobody_waits_for_any_more_is_not_decoded(
 
 @pytest.mark.asyncio
 async def test_a_closed_reader_decodes_nothing_that_waits(
-    reader: ImageReader, monkeypatch: pytest.MonkeyPatch
+    reader: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decoding = Decoding(reader, monkeypatch)
     parts = [picture(16, 16, seed=seed) for seed in range(6)]
@@ -269,7 +269,7 @@ async def test_a_closed_reader_decodes_nothing_that_waits(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("orientation", range(10))
 async def test_a_picture_is_turned_upright_whatever_else_its_exif_says(
-    reader: ImageReader, orientation: int
+    reader: ImageDecoder, orientation: int
 ) -> None:
     shown = Image.open(io.BytesIO(picture(24, 16)))
     exif = Image.Exif()
@@ -296,19 +296,19 @@ async def test_a_picture_is_turned_upright_whatever_else_its_exif_says(
 @pytest.mark.asyncio
 @pytest.mark.parametrize("mode", ["L", "CMYK"])
 async def test_jpegs_have_the_colours_of_the_image_processor(
-    reader: ImageReader, mode: str
+    reader: ImageDecoder, mode: str
 ) -> None:
     file = io.BytesIO()
     Image.open(io.BytesIO(picture(24, 16))).convert(mode).save(file, "JPEG")
     expected = reader.processor(images=[Image.open(file)], return_tensors="pt")
     image = PromptImage(data=file.getvalue(), media_type="image/jpeg", start=0, num_tokens=6)
     (read,) = await reader.read([image], [PLACEHOLDER] * 6)
-    patches = VisionTower(Mirror(), reader.processor, torch.device("cpu")).encode_image(read)
+    patches = ImageEncoder(Mirror(), reader.processor, torch.device("cpu")).encode_image(read)
     torch.testing.assert_close(patches, expected["pixel_values"], atol=1e-5, rtol=0)
 
 
 @pytest.mark.asyncio
-async def test_of_an_animation_the_first_picture_counts(reader: ImageReader) -> None:
+async def test_of_an_animation_the_first_picture_counts(reader: ImageDecoder) -> None:
     first, second = (Image.open(io.BytesIO(picture(16, 16, seed=seed))) for seed in range(2))
     film, still = io.BytesIO(), io.BytesIO()
     first.save(film, "WEBP", lossless=True, save_all=True, append_images=[second])
@@ -333,7 +333,7 @@ async def test_of_an_animation_the_first_picture_counts(reader: ImageReader) -> 
     ],
 )
 async def test_a_file_without_a_header_is_named_as_such(
-    reader: ImageReader, data: bytes, media_type: str, message: str
+    reader: ImageDecoder, data: bytes, media_type: str, message: str
 ) -> None:
     image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=1)
     with pytest.raises(ImageUnreadable, match=message):
@@ -341,8 +341,8 @@ async def test_a_file_without_a_header_is_named_as_such(
 
 
 @pytest.fixture(scope="module")
-def files(path: Path) -> Iterator[tuple[ImageReader, list[tuple[str, bytes]]]]:
-    reader = ImageReader(path, placeholder_id=PLACEHOLDER, cache_bytes=0)
+def files(path: Path) -> Iterator[tuple[ImageDecoder, list[tuple[str, bytes]]]]:
+    reader = ImageDecoder(path, placeholder_id=PLACEHOLDER, cache_bytes=0)
     kinds = ("PNG", "JPEG", "WEBP")
     yield reader, [(f"image/{kind.lower()}", picture(16, 16, kind=kind)) for kind in kinds]
     reader.close()
@@ -350,7 +350,7 @@ def files(path: Path) -> Iterator[tuple[ImageReader, list[tuple[str, bytes]]]]:
 
 @given(st.integers(0, 2), st.integers(0), st.binary(max_size=4), st.integers(0, 4))
 def test_a_broken_file_is_read_or_refused(
-    files: tuple[ImageReader, list[tuple[str, bytes]]],
+    files: tuple[ImageDecoder, list[tuple[str, bytes]]],
     which: int,
     place: int,
     written: bytes,
@@ -363,7 +363,7 @@ def test_a_broken_file_is_read_or_refused(
     image = PromptImage(data=data, media_type=media_type, start=0, num_tokens=4)
     try:
         (read,) = asyncio.run(reader.read([image], [PLACEHOLDER] * 4))
-    except (ImageUnreadable, ImagePlaceholders):
+    except (ImageUnreadable, PlaceholderMismatch):
         return
     assert read.image.pixels.shape == (3, 8 * read.grid[0], 8 * read.grid[1])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engine import ElementType, ModelInfo
 from treadle.rollout_server.engines.sglang.arguments import (
     constrains,
@@ -36,7 +36,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def arguments(path: Path, *, cpu: bool = True, given: Any = None, **model: Any) -> dict[str, Any]:
-    config = ServerConfig(model=ModelConfig(path=path, **model), engine_args=given or {})
+    config = ServerConfig(model=ServedModelConfig(path=path, **model), engine_args=given or {})
     return server_arguments(config, MODEL, cpu=cpu, known=KNOWN)
 
 
@@ -47,7 +47,7 @@ def test_experts_are_reported_where_sglang_can(path: Path) -> None:
         ({"enable_return_routed_experts": False}, False),
         ({"chunked_prefill_size": -1}, False),
     ):
-        config = ServerConfig(model=ModelConfig(path=path), engine_args=given)  # type: ignore[arg-type]
+        config = ServerConfig(model=ServedModelConfig(path=path), engine_args=given)  # type: ignore[arg-type]
         assert reports_experts(config, sparse) is reported
         told = server_arguments(config, sparse, cpu=True, known=KNOWN)
         assert told["enable_return_routed_experts"] is reported
@@ -56,7 +56,7 @@ def test_experts_are_reported_where_sglang_can(path: Path) -> None:
 
 def test_a_mixture_that_sglang_would_compute_otherwise_is_refused(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(SIZES | {"tie_word_embeddings": True}))
-    config = ServerConfig(model=ModelConfig(path=path))
+    config = ServerConfig(model=ServedModelConfig(path=path))
     message = "has experts in 1 of 2 layers and a head that is tied to the embedding, which SGLang"
     with pytest.raises(ValueError, match=message):
         server_arguments(config, replace(MODEL, num_moe_layers=1), cpu=True, known=KNOWN)
@@ -143,7 +143,7 @@ def test_what_a_cpu_does_not_support_is_refused(path: Path, key: str, value: Any
 
 
 def test_constraints_need_a_tokenizer_and_xgrammar(path: Path) -> None:
-    config = ServerConfig(model=ModelConfig(path=path))
+    config = ServerConfig(model=ServedModelConfig(path=path))
     assert not constrains(config)
     assert arguments(path)["grammar_backend"] == "none"
     for name in ("tokenizer.json", "tokenizer_config.json"):

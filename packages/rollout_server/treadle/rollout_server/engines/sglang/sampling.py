@@ -34,7 +34,7 @@ def to_wire(sampling: Sampling, seed: int) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in _SETTINGS} | {"seed": seed}
 
 
-class Row:
+class SampledRow:
     """One sequence in a batch.
 
     Args:
@@ -69,7 +69,7 @@ class Row:
 class Rows:
     """The rows of a batch; rebuilt when the batch changes."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
+    def __init__(self, rows: Sequence[SampledRow]) -> None:
         self.rows = tuple(rows)
         self._penalised = [(i, row) for i, row in enumerate(rows) if row.seen_V is not None]
         self._batch: SamplingBatch | None = None

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
 from treadle.rollout_server.engines.common.sampling import SamplingBatch
-from treadle.rollout_server.engines.sglang.sampling import Row, Rows, to_wire
+from treadle.rollout_server.engines.sglang.sampling import Rows, SampledRow, to_wire
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -24,8 +24,8 @@ IDS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def row(sampling: Sampling, seed: int, history: list[int]) -> Row:
-    return Row(to_wire(sampling, seed), history, vocab_size=VOCAB, device=CPU)
+def row(sampling: Sampling, seed: int, history: list[int]) -> SampledRow:
+    return SampledRow(to_wire(sampling, seed), history, vocab_size=VOCAB, device=CPU)
 
 
 def logits(count: int, seed: int = 0) -> torch.Tensor:

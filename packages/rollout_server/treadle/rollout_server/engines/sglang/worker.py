@@ -44,7 +44,7 @@ from transformers import AutoTokenizer
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import decode_group
 from treadle.rollout_server.engines.sglang import weights
-from treadle.rollout_server.engines.sglang.sampling import Row, Rows
+from treadle.rollout_server.engines.sglang.sampling import Rows, SampledRow
 from treadle.rollout_server.engines.sglang.sequence import EXPERTS_KEY, SETTINGS_KEY
 from treadle.rollout_server.engines.sglang.weights import WorkerError
 from treadle.rollout_server.errors import CollectiveBroken
@@ -320,7 +320,7 @@ def _patch_batch_info() -> None:
         device = torch.device(info.device)
         info.custom_params = Rows(
             [
-                Row(
+                SampledRow(
                     req.sampling_params.custom_params[SETTINGS_KEY],
                     [*req.origin_input_ids_unpadded, *req.output_ids],
                     vocab_size=vocab_size,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from treadle.conformance.client.collective_sender import CollectiveSender
+from treadle.conformance.client.collective_sender import TensorBroadcaster
 from treadle.rollout_server.engine import InFlightPolicy, NamedTensor
 from treadle.rollout_server.engines.common.collective import CollectiveMember
-from treadle.rollout_server.engines.common.collective_group import Membership
+from treadle.rollout_server.engines.common.collective_group import GroupMember
 from treadle.rollout_server.engines.torch.testing.text_model import (
     ModelDir,
     complete,
@@ -28,7 +28,7 @@ PROMPT = [5, 6, 7]
 
 @contextmanager
 def sending(
-    sender: CollectiveSender, tensors: list[NamedTensor], *, num_buckets: int | None = None
+    sender: TensorBroadcaster, tensors: list[NamedTensor], *, num_buckets: int | None = None
 ) -> Iterator[None]:
     """Sends in a thread for as long as the block lasts."""
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -43,7 +43,7 @@ def sending(
 async def test_what_is_received_is_sampled_from(model_dir: ModelDir, architecture: str) -> None:
     old, new = model_dir(architecture, seed=0), model_dir(architecture, seed=1)
     tensors = named_tensors(new)
-    sender = CollectiveSender(tensors)
+    sender = TensorBroadcaster(tensors)
     async with serving(old) as engine:
         specs = [tensor.spec for tensor in tensors]
         await complete(engine, PROMPT)  # Its prefix must not serve the new weights.
@@ -62,14 +62,14 @@ async def test_cancelling_ends_the_receiving(
 ) -> None:
     path = model_dir("qwen2", seed=0)
     tensors = named_tensors(path)
-    sender = CollectiveSender(tensors)
-    waits, loop, wait = asyncio.Event(), asyncio.get_running_loop(), Membership.wait
+    sender = TensorBroadcaster(tensors)
+    waits, loop, wait = asyncio.Event(), asyncio.get_running_loop(), GroupMember.wait
 
-    def told(self: Membership, work: Any, stop: Any) -> None:
+    def told(self: GroupMember, work: Any, stop: Any) -> None:
         loop.call_soon_threadsafe(waits.set)
         wait(self, work, stop)
 
-    monkeypatch.setattr(Membership, "wait", told)
+    monkeypatch.setattr(GroupMember, "wait", told)
     async with serving(path) as engine:
         specs = [tensor.spec for tensor in tensors]
         await engine.pause(InFlightPolicy.DRAIN)
@@ -89,7 +89,7 @@ async def test_an_abort_does_not_hide_why_the_engine_could_not_write(
 ) -> None:
     path = model_dir("qwen2", seed=0)
     tensors = named_tensors(path)
-    sender = CollectiveSender(tensors)
+    sender = TensorBroadcaster(tensors)
     ends, loop, goes_on = asyncio.Event(), asyncio.get_running_loop(), threading.Event()
     give_up = CollectiveMember._give_up
 
@@ -119,7 +119,7 @@ async def test_an_abort_does_not_hide_why_the_engine_could_not_write(
 @pytest.mark.asyncio
 async def test_what_does_not_fit_is_refused_before_a_group_is_joined(model_dir: ModelDir) -> None:
     path = model_dir("qwen2", seed=0)
-    sender = CollectiveSender(named_tensors(path)[:-1])
+    sender = TensorBroadcaster(named_tensors(path)[:-1])
     async with serving(path) as engine:
         specs = [tensor.spec for tensor in named_tensors(path)[:-1]]
         await engine.pause(InFlightPolicy.DRAIN)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 import torch
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engine import (
     FinishReason,
     InFlightPolicy,
@@ -190,7 +190,9 @@ async def test_the_context_bounds_a_completion(model_dir: ModelDir) -> None:
 async def test_the_configuration_builds_it(model_dir: ModelDir) -> None:
     config = ServerConfig(
         engine="torch",
-        model=ModelConfig(path=model_dir("qwen3"), context_length=64, num_threads=1, device="cpu"),
+        model=ServedModelConfig(
+            path=model_dir("qwen3"), context_length=64, num_threads=1, device="cpu"
+        ),
     )
     engine = await create(config)
     try:

@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
-from treadle.rollout_server.engines.images.reader import ImageReader, PlacedImage
+from treadle.rollout_server.engines.images.reader import ImageDecoder, PlacedImage
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     RowSpan,
@@ -41,7 +41,7 @@ from treadle.rollout_server.engines.torch.attention import (
 )
 from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
 from treadle.rollout_server.engines.torch.row_caches import RowCaches, check, stored_views
-from treadle.rollout_server.engines.torch.vision import VisionInputs, VisionTower
+from treadle.rollout_server.engines.torch.vision import ImageEncoder, VisionInputs
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
@@ -139,16 +139,16 @@ class CachedModel:
             check(self._model, config.model_type)
         self._renamed = _PUBLISHED.get(config.model_type, ()) if takes_images else None
         self._parameters = self._published_parameters()
-        self.images: ImageReader | None = None
+        self.images: ImageDecoder | None = None
         if takes_images:
-            self.images = ImageReader(
+            self.images = ImageDecoder(
                 source.path,
                 placeholder_id=config.image_token_id,
                 cache_bytes=source.image_cache_bytes,
             )
             tower = self._model.get_submodule("model.visual")
             tower.register_forward_hook(_stack_features)
-            self._tower = VisionTower(tower, self.images.processor, self.device)
+            self._tower = ImageEncoder(tower, self.images.processor, self.device)
         self.row_bytes = self.info.routed_row_bytes
         self._routed: list[torch.Tensor] = []
         if not self._is_flat:

@@ -33,7 +33,7 @@ class VisionInputs:
     embeddings: Sequence[tuple[int, torch.Tensor]]
 
 
-class VisionTower:
+class ImageEncoder:
     """The part of a model that turns image patches into embeddings.
 
     Args:

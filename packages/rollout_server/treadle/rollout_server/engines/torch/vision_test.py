@@ -38,7 +38,7 @@ from treadle.rollout_server.engines.torch.testing.vision_model import (
     placed,
     write_vision_model,
 )
-from treadle.rollout_server.errors import ImagePlaceholders, ImageUnreadable, InvalidField
+from treadle.rollout_server.errors import ImageUnreadable, InvalidField, PlaceholderMismatch
 
 GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 SAMPLED = Sampling(max_tokens=12, temperature=1.0, seed=3, ignore_eos=True)
@@ -232,7 +232,7 @@ async def test_what_does_not_fit_is_refused_and_the_engine_goes_on(path: Path) -
             await run(engine, request(ids, images=(cut,)))
         with pytest.raises(ImageUnreadable, match="cannot be read as image/jpeg"):
             await run(engine, request(ids, images=(jpeg,)))
-        with pytest.raises(ImagePlaceholders, match=r"11 placeholder ids at 1 .* makes 12"):
+        with pytest.raises(PlaceholderMismatch, match=r"11 placeholder ids at 1 .* makes 12"):
             await run(engine, request(ids, images=(short,)))
         with pytest.raises(InvalidField, match=r"prompt_token_ids\[1\] is 7, expected 60"):
             await run(engine, request((5, *[7] * 12, 6), images=(image,)))

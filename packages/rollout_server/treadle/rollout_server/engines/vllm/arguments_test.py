@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from treadle.rollout_server.config.schema import ModelConfig, ServerConfig
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engine import ModelInfo
 from treadle.rollout_server.engines.common.arguments import merge_arguments, reject_unsupported
 from treadle.rollout_server.engines.vllm.arguments import (
@@ -21,7 +21,7 @@ def arguments(
 ) -> dict[str, Any]:
     config = ServerConfig(
         engine="vllm",
-        model=ModelConfig(path=Path("m"), **model),
+        model=ServedModelConfig(path=Path("m"), **model),
         engine_args=engine_args or {},
     )
     own = managed_arguments(config, context_length=512, on_cpu=on_cpu, vision=vision)
@@ -103,7 +103,7 @@ def test_what_we_decide_is_not_vllms_to_be_told(name: str, message: str) -> None
 
 
 def experts(*, layers: int = 2, prefix_caching: bool = True, **engine_args: Any) -> bool:
-    settings = ModelConfig(path=Path("m"), enable_prefix_caching=prefix_caching)
+    settings = ServedModelConfig(path=Path("m"), enable_prefix_caching=prefix_caching)
     config = ServerConfig(engine="vllm", model=settings, engine_args=engine_args)
     return reports_experts(config, replace(MODEL, num_moe_layers=layers))
 
@@ -119,6 +119,6 @@ def test_experts_are_reported_where_vllm_can() -> None:
 
 
 def test_keys_of_other_engines_are_refused() -> None:
-    config = ServerConfig(model=ModelConfig(prefix_cache_bytes=1))
+    config = ServerConfig(model=ServedModelConfig(prefix_cache_bytes=1))
     with pytest.raises(ValueError, match=r"prefix_cache_bytes is 1.*set model\.kv_cache_bytes"):
         reject_unsupported(config, "vllm", UNSUPPORTED)

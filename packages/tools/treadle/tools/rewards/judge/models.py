@@ -31,11 +31,11 @@ from treadle.tracing import traced
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletionMessageParam
 
-__all__ = ["Answer", "JudgeModel", "ModelError", "model_of"]
+__all__ = ["JudgeModel", "ModelAnswer", "ModelError", "model_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class ModelAnswer:
     """A model's answer; `requests` counts those that it took, at least 1."""
 
     text: str
@@ -53,7 +53,7 @@ class JudgeModel(Protocol):
 
     async def __aexit__(self, *error: object) -> None: ...
 
-    async def ask(self, question: str, *, max_requests: int) -> Answer:
+    async def ask(self, question: str, *, max_requests: int) -> ModelAnswer:
         """Returns the model's answer.
 
         Args:
@@ -105,7 +105,7 @@ class OpenAiModel:
         await self._client.close()
 
     @traced
-    async def ask(self, question: str, *, max_requests: int) -> Answer:
+    async def ask(self, question: str, *, max_requests: int) -> ModelAnswer:
         """See `JudgeModel`."""
         from openai import OpenAIError
 
@@ -127,7 +127,7 @@ class OpenAiModel:
                 f"the judge at {self._address.base_url}: {type(error).__name__}: {error}"
             ) from error
         text = answer.choices[0].message.content if answer.choices else None
-        return Answer(text=text or "", requests=response.retries_taken + 1)
+        return ModelAnswer(text=text or "", requests=response.retries_taken + 1)
 
 
 class ServedModel:
@@ -170,7 +170,7 @@ class ServedModel:
         await self._stack.aclose()
 
     @traced
-    async def ask(self, question: str, *, max_requests: int) -> Answer:
+    async def ask(self, question: str, *, max_requests: int) -> ModelAnswer:
         """See `JudgeModel`; what the servers' client repeats until `timeout_s` is one request."""
         assert self._generator is not None, "the judge is entered before it is asked"
         rubric, name = self._rubric, f"judge-{uuid4()}"
@@ -198,7 +198,7 @@ class ServedModel:
         finally:
             self._generator.finish_session(name)
         text = self._renderer.parse(completion.token_ids, prompt=prompt).message.content
-        return Answer(text=text, requests=1)
+        return ModelAnswer(text=text, requests=1)
 
 
 def _read(path: Path | None) -> bytes | None:

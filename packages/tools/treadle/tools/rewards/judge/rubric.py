@@ -60,7 +60,7 @@ class Criterion:
 
     Attributes:
         verdicts: The answers that the judge chooses from, and the score of each.
-        weight: Of its score among those of the other criteria; above 0.
+        weight: Weight of its score among those of the other criteria; above 0.
     """
 
     name: str

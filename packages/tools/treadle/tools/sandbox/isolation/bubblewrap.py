@@ -1,6 +1,6 @@
 """The command line that puts a process into a sandbox, and the search for a bubblewrap that works.
 
-Invariant: a `Launcher` returns a command only after it has run a similar one. If no bubblewrap
+Invariant: a `Bubblewrap` returns a command only after it has run a similar one. If no bubblewrap
 works, entering the launcher fails with its message and a remedy; no program runs with less
 isolation.
 
@@ -22,7 +22,6 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 from treadle.agent_loop import SetupError
@@ -79,11 +78,11 @@ def explain(words: str) -> str:
     return said
 
 
-class Launcher:
+class Bubblewrap:
     """Makes the command lines of one bubblewrap; an async context, because root needs a stage.
 
     Args:
-        sandboxes: That there are at one time.
+        sandboxes: Maximum number at one time.
     """
 
     def __init__(
@@ -109,12 +108,7 @@ class Launcher:
             self._stage = stage
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         """Clears it."""
         if self._stage is not None:
             self._stage.clear()

@@ -34,7 +34,7 @@ class HostFiles:
         links: (target, inside): the symbolic links of the root directory.
         covers: Directories below `binds` that are covered with empty ones.
         library_path: For the dynamic loader, where the interpreter is not the system's.
-        languages: That can be run with them.
+        languages: Languages that can be run with them.
     """
 
     python: str

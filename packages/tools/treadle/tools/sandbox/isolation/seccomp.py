@@ -224,7 +224,7 @@ def compile_filter(machine: str | None = None) -> bytes:
     """Returns the filter as an array of `struct sock_filter`.
 
     Args:
-        machine: As `platform.machine()` says it; None for this one.
+        machine: A value of `platform.machine()`; None for this one.
 
     Raises:
         UnsupportedMachineError: The list of its system calls is missing here.

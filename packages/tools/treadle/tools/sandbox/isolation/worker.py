@@ -35,7 +35,7 @@ from treadle.tools.sandbox.execution import (
     SandboxError,
     UnsupportedProgramError,
 )
-from treadle.tools.sandbox.isolation.bubblewrap import Launcher
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap
 from treadle.tools.sandbox.isolation.capture import Capture
 from treadle.tools.sandbox.isolation.cgroups import Cgroup, Cgroups
 from treadle.tools.sandbox.isolation.host_files import PACKAGES
@@ -88,7 +88,7 @@ class _Outputs:
             capture.close()
 
 
-class Worker:
+class WorkerProcess:
     """Use `start`; then `run` once, or `kill`."""
 
     def __init__(
@@ -117,7 +117,7 @@ class Worker:
     @classmethod
     async def start(
         cls,
-        launcher: Launcher,
+        launcher: Bubblewrap,
         filter_program: bytes,
         limits: SandboxLimits,
         *,
@@ -167,7 +167,7 @@ class Worker:
     @classmethod
     async def _spawn(
         cls,
-        launcher: Launcher,
+        launcher: Bubblewrap,
         filter_program: bytes,
         limits: SandboxLimits,
         preload: tuple[str, ...],

@@ -1,4 +1,6 @@
-/** Asks the server of the page. */
+/** Requests data from the server of the page, or from the page where it is a single file. */
+
+import { answer, oneFile } from "./one_file.js";
 
 /**
  * @param {string} path Below /api.
@@ -7,6 +9,7 @@
  * @throws {Error} The server refused, and the message says why; or it has ended.
  */
 export async function get(path, params = {}) {
+  if (oneFile) return answer(path, params);
   const query = new URLSearchParams(Object.entries(params).map(([k, v]) => [k, String(v)]));
   let response;
   try {

@@ -1,10 +1,9 @@
 /** Two runs beside each other: their curves, what their configurations differ in, how they ended. */
 
-import { drawLines, loadPlotly, runColour } from "./charts.js";
+import { drawLines, runColour } from "./charts.js";
 import { el, empty, fill, select } from "./dom.js";
 import { number, signed } from "./format.js";
 import { note } from "./router.js";
-import { onTheme } from "./theme.js";
 
 const SHOWN = [
   "reward/mean",
@@ -30,8 +29,6 @@ export function compare(root, params, app) {
   }
   let [a, b] = [Number(params.a ?? 0), Number(params.b ?? 1)];
   let everything = false;
-  /** @type {any} */
-  let Plotly = null;
   const tools = el("div.tools");
   const grid = el("div.charts");
   const tables = el("div.two");
@@ -73,7 +70,7 @@ export function compare(root, params, app) {
       ),
     );
     fill(tables, configurations(), values());
-    charts().catch((error) => fill(grid, empty("The curves cannot be drawn", error.message)));
+    charts();
   }
 
   function changed() {
@@ -157,13 +154,10 @@ export function compare(root, params, app) {
       last && el("th", null, last),
     );
 
-  async function charts() {
-    Plotly ??= await loadPlotly(app.plotly);
-    if (!root.isConnected) return;
+  function charts() {
     const known = new Set([...app.feeds[a].names(), ...app.feeds[b].names()]);
     const names = SHOWN.filter((name) => known.has(name)).slice(0, NUM_SHOWN);
     const nodes = names.map(() => el("div.plot"));
-    for (const old of grid.querySelectorAll(".plot")) Plotly.purge(old);
     fill(
       grid,
       names.map((name, i) =>
@@ -177,7 +171,6 @@ export function compare(root, params, app) {
         ...app.feeds[run].series(name),
       }));
       drawLines(
-        Plotly,
         nodes[i],
         lines.filter((line) => line.y.length),
         { smoothing: 0.6, axis: "step" },
@@ -186,7 +179,7 @@ export function compare(root, params, app) {
   }
 
   draw();
-  return { news: draw, leave: onTheme(draw) };
+  return { news: draw };
 }
 
 /**
@@ -195,7 +188,7 @@ export function compare(root, params, app) {
  * @param {string} prefix
  * @param {Map<string, string>} found
  */
-function flat(value, prefix = "", found = new Map()) {
+export function flat(value, prefix = "", found = new Map()) {
   if (value && typeof value === "object" && !Array.isArray(value)) {
     for (const [key, item] of Object.entries(value))
       flat(item, prefix ? `${prefix}.${key}` : key, found);

@@ -2,6 +2,7 @@
 
 import { el, empty } from "./dom.js";
 import { plural, seconds } from "./format.js";
+import { oneFile } from "./one_file.js";
 
 const LONG = 6000;
 
@@ -82,11 +83,13 @@ function card(message, span, sampled, run) {
     message.reasoning &&
       el("details", { open: "" }, el("summary", null, "Reasoning"), text(message.reasoning)),
     (message.images ?? []).map((/** @type {string} */ name) =>
-      el("img.shown", {
-        src: `/api/runs/${run}/images/${encodeURIComponent(name)}`,
-        alt: "image that the model was shown",
-        loading: "lazy",
-      }),
+      oneFile
+        ? el("p.muted", null, `image ${name}`)
+        : el("img.shown", {
+            src: `/api/runs/${run}/images/${encodeURIComponent(name)}`,
+            alt: "image that the model was shown",
+            loading: "lazy",
+          }),
     ),
     message.content ? text(content(message.content)) : null,
     (message.tool_calls ?? []).map((/** @type {any} */ call) =>

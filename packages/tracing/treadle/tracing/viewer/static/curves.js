@@ -1,10 +1,9 @@
 /** The curves: any metrics, all runs overlaid, smoothed as the reader likes, alive while training. */
 
-import { drawLines, loadPlotly, runColour } from "./charts.js";
+import { drawLines, runColour } from "./charts.js";
 import { el, empty, fill, select } from "./dom.js";
 import { number } from "./format.js";
 import { note } from "./router.js";
-import { onTheme } from "./theme.js";
 
 /** Shown first, as far as a run has them. */
 const FIRST = [
@@ -28,8 +27,6 @@ export function curves(root, params, app) {
   const hidden = new Set();
   /** @type {Map<string, any>} The drawn charts. */
   const charts = new Map();
-  /** @type {any} */
-  let Plotly = null;
 
   const search = el("input", {
     type: "search",
@@ -228,7 +225,7 @@ export function curves(root, params, app) {
     return Object.assign(card, { node, last });
   }
 
-  async function draw() {
+  function draw() {
     list();
     const wanted = selection();
     if (!wanted.length) {
@@ -241,13 +238,7 @@ export function curves(root, params, app) {
       );
       return;
     }
-    Plotly ??= await loadPlotly(app.plotly);
-    if (!root.isConnected) return;
-    for (const [name, card] of charts)
-      if (!wanted.includes(name)) {
-        Plotly.purge(card.node);
-        charts.delete(name);
-      }
+    for (const name of charts.keys()) if (!wanted.includes(name)) charts.delete(name);
     for (const name of wanted) if (!charts.has(name)) charts.set(name, chart(name));
     const cards = wanted.map((name) => charts.get(name));
     if (cards.some((card, i) => grid.children[i] !== card) || grid.children.length !== cards.length)
@@ -263,23 +254,18 @@ export function curves(root, params, app) {
         .filter((line) => line.y.length && !hidden.has(line.run));
       const ends = lines.map((line) => number(app.feeds[line.run].last(name)?.value));
       fill(card.last, ends.join(" · "));
-      drawLines(Plotly, card.node, lines, { smoothing, axis });
+      drawLines(card.node, lines, { smoothing, axis });
     }
   }
 
   function news() {
     drawLegend();
     drawNotes();
-    draw().catch((error) => fill(grid, empty("The curves cannot be drawn", error.message)));
+    draw();
   }
   news();
-  const ended = onTheme(news);
   return {
     news,
-    leave: () => {
-      ended();
-      if (Plotly) for (const card of charts.values()) Plotly.purge(card.node);
-    },
     keys: [{ key: "/", does: "find a metric", run: () => search.focus() }],
   };
 }

@@ -25,15 +25,18 @@ export function visible(value) {
 
 /**
  * @typedef {Node | string | number | null | undefined | false} Child
- * @param {string} tag Element name, with classes after dots: "p.note".
+ * @param {string} tag Element name, with classes after dots: "p.note"; of SVG: "svg:path".
  * @param {Record<string, any> | null} [props] Attributes; `on…` is a listener, `style` an object.
  * @param {...(Child | Child[] | Child[][])} children
  * @returns {any} The element.
  */
 export function el(tag, props, ...children) {
   const [name, ...classes] = tag.split(".");
-  const node = document.createElement(name);
-  if (classes.length) node.className = classes.join(" ");
+  /** @type {any} */
+  const node = name.startsWith("svg:")
+    ? document.createElementNS("http://www.w3.org/2000/svg", name.slice(4))
+    : document.createElement(name);
+  if (classes.length) node.setAttribute("class", classes.join(" "));
   for (const [key, value] of Object.entries(props ?? {})) {
     if (value === null || value === undefined || value === false) continue;
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
@@ -94,7 +97,7 @@ export function empty(title, ...text) {
 }
 
 /**
- * Resolves a colour of the style sheet to what canvas and Plotly take.
+ * Resolves a colour of the style sheet to what a canvas takes.
  * @param {string} name Of a custom property, without dashes.
  */
 export function colour(name) {

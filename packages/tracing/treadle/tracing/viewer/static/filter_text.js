@@ -1,6 +1,6 @@
 /** Edits the text of a filter, so that buttons and typing say the same thing. */
 
-const CONDITION = /([^\s=!<>~"]*)(!=|<=|>=|!~|[=<>~])("(?:[^"\\]|\\["\\])*"|[^\s"]*)(?=\s|$)/g;
+export const CONDITION = /([^\s=!<>~"]*)(!=|<=|>=|!~|[=<>~])("(?:[^"\\]|\\["\\])*"|[^\s"]*)(?=\s|$)/g;
 
 /**
  * @param {string} text

@@ -12,9 +12,9 @@
  * @typedef {{
  *   name: string, directory: string, state: string, step: number | null, error: string | null,
  *   ends_at: string | null, notes: {step: number, note: string}[], config: Record<string, any>,
- *   problems: string[],
+ *   problems: string[], summary?: string[][],
  * }} RunInfo
- * @typedef {{runs: RunInfo[], feeds: MetricFeed[], plotly: string}} App
+ * @typedef {{runs: RunInfo[], feeds: MetricFeed[]}} App
  */
 
 import { get } from "./api.js";
@@ -23,6 +23,8 @@ import { curves } from "./curves.js";
 import { el, empty, fill, select } from "./dom.js";
 import { MetricFeed } from "./feed.js";
 import { setViewKeys, showKeys, startKeys } from "./keys.js";
+import { oneFile } from "./one_file.js";
+import { overview } from "./overview.js";
 import { go, link, place } from "./router.js";
 import { startTheme, toggleTheme } from "./theme.js";
 import { timeline } from "./timeline.js";
@@ -34,17 +36,18 @@ const IDLE_MS = 10000;
 
 /** @type {[string, string, (root: HTMLElement, params: any, app: App) => Shown][]} */
 const VIEWS = [
+  ["overview", "Run", overview],
   ["curves", "Curves", curves],
   ["trajectories", "Trajectories", trajectories],
-  ["timeline", "Timeline", timeline],
-  ["compare", "Compare", compare],
+  ["timeline", oneFile ? "" : "Timeline", timeline],
+  ["compare", oneFile ? "" : "Compare", compare],
   ["trajectory", "", trajectory],
 ];
 /** Views of one run, which the header chooses. */
-const OF_ONE_RUN = ["trajectories", "timeline", "trajectory"];
+const OF_ONE_RUN = ["overview", "trajectories", "timeline", "trajectory"];
 
 /** @type {App} */
-const app = { runs: [], feeds: [], plotly: "" };
+const app = { runs: [], feeds: [] };
 /** @type {Shown} */
 let shown = {};
 /** @type {Set<string>} Problems that the reader has closed. */
@@ -146,9 +149,7 @@ function problems() {
 async function poll() {
   try {
     const before = JSON.stringify(app.runs);
-    const found = await get("runs");
-    app.runs = found.runs;
-    app.plotly = found.plotly;
+    app.runs = (await get("runs")).runs;
     while (app.feeds.length < app.runs.length) app.feeds.push(new MetricFeed(app.feeds.length));
     const news = await Promise.all(app.feeds.map((feed) => feed.read()));
     if (before !== JSON.stringify(app.runs) || news.some(Boolean)) {
@@ -179,6 +180,7 @@ startKeys([
   { key: "2", does: "trajectories", run: () => go("trajectories", { run: place().params.run }) },
   { key: "3", does: "timeline of a step", run: () => go("timeline", { run: place().params.run }) },
   { key: "4", does: "compare two runs", run: () => go("compare") },
+  { key: "5", does: "the run as a whole", run: () => go("overview", { run: place().params.run }) },
   { key: "d", does: "light or dark", run: toggleTheme },
   { key: "?", does: "this list", run: showKeys },
 ]);
@@ -186,4 +188,4 @@ await poll();
 window.addEventListener("hashchange", show);
 show();
 document.addEventListener("visibilitychange", () => document.hidden || poll());
-keepPolling();
+if (!oneFile) keepPolling();

@@ -1,9 +1,11 @@
 /** The address says what is shown: `#/VIEW?name=value`. Links and the back button work by it. */
 
+import { oneFile } from "./one_file.js";
+
 /** @returns {{view: string, params: Record<string, string>}} */
 export function place() {
   const [view, query] = location.hash.replace(/^#\/?/, "").split("?");
-  return { view: view || "curves", params: Object.fromEntries(new URLSearchParams(query)) };
+  return { view: view || (oneFile ? "overview" : "curves"), params: Object.fromEntries(new URLSearchParams(query)) };
 }
 
 /**

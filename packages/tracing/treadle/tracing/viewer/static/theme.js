@@ -4,8 +4,17 @@ const KEY = "treadle-theme";
 /** @type {Set<() => void>} */
 const listeners = new Set();
 
+/** What the reader chose; null also where the browser keeps nothing, as in a sandbox. */
+function choice() {
+  try {
+    return localStorage.getItem(KEY);
+  } catch {
+    return null;
+  }
+}
+
 function apply() {
-  const chosen = localStorage.getItem(KEY);
+  const chosen = choice();
   document.documentElement.style.colorScheme = chosen ?? "light dark";
   document.documentElement.dataset.theme = isDark() ? "dark" : "light";
   const button = document.getElementById("theme");
@@ -14,7 +23,7 @@ function apply() {
 }
 
 export function isDark() {
-  const chosen = localStorage.getItem(KEY);
+  const chosen = choice();
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 

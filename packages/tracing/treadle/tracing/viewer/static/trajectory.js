@@ -251,6 +251,12 @@ function facts(found) {
 /** @param {any} found */
 function problems(found) {
   return [
+    found.cut &&
+      el(
+        "div.card.warn",
+        null,
+        "Its tokens, its trace and the end of long texts are left out of this file; treadle view shows them.",
+      ),
     found.error !== null &&
       el(
         "div.card.bad",

@@ -45,7 +45,7 @@ class CalculateTool:
 
     Args:
         config: No settings are known; any key is an error.
-        spec: What the model is told, if not `SPEC`. It must keep the three arguments.
+        spec: Description for the model; None: `SPEC`. It must keep the three arguments.
 
     Raises:
         SetupError: `config` has a key.

@@ -1,4 +1,4 @@
-"""The files of a run for a browser: `report.html` with its charts, and `curves.png`.
+"""The files of a run for people: `report.html`, the viewer's page as one file, and `curves.png`.
 
-Drawn from the logs of the run directory, whether the run is in progress, has ended or was killed.
+Made from the files of the run directory, whether the run is in progress, has ended or was killed.
 """

@@ -6,34 +6,65 @@ point, the line is the running mean. Drawn off screen; takes about a second and 
 
 from __future__ import annotations
 
+import colorsys
 import math
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from treadle.trainer.report.metrics import (
     REWARD,
+    ROLLOUT_S,
     STEP,
     STEP_S,
     TOOL_RATE,
     TRAIN_LOSS,
+    TRAIN_S,
     VAL_ACCURACY,
     VAL_LOSS,
     VAL_REWARD,
     VAL_TOOL_RATE,
     Record,
 )
-from treadle.trainer.report.page.charts import running_mean
-from treadle.trainer.report.page.colours import Colour, rgb
 from treadle.trainer.report.summary import phase_seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Colour = tuple[float, float, float]
+"""Red, green and blue, 0 to 1."""
+
+# Degrees. Those that share a panel are far apart; any other name gets one from its checksum.
+_HUES: Final = MappingProxyType(
+    {
+        REWARD: 212,
+        TOOL_RATE: 22,
+        VAL_REWARD: 145,
+        VAL_ACCURACY: 165,
+        VAL_TOOL_RATE: 50,
+        ROLLOUT_S: 212,
+        TRAIN_S: 24,
+        "time/sync_s": 145,
+        "time/validate_s": 280,
+        "time/save_s": 52,
+        "time/release_s": 185,
+    }
+)
 _INK, _FAINT, _GRID = "#1f2933", "#7b8794", "#e4e7eb"
 _REST: Final = (0.8, 0.82, 0.85)
 _MAX_BARS: Final = 40
 """Beyond, the phases are areas: bars would be hairlines, and take 8 s per thousand steps."""
+
+
+def running_mean(values: Sequence[float], window: int) -> list[float]:
+    """Returns the mean of each value and of up to `window - 1` before it; [N] to [N]."""
+    means = []
+    for end in range(1, len(values) + 1):
+        recent = values[max(0, end - window) : end]
+        means.append(sum(recent) / len(recent))
+    return means
 
 
 def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
@@ -64,6 +95,12 @@ def draw_curves(records: Sequence[Record], path: Path, *, title: str) -> None:
     figure.savefig(path, format="png")
 
 
+def _rgb(name: str) -> Colour:
+    """Returns the colour of a metric, which depends on its name alone."""
+    hue = _HUES.get(name, zlib.crc32(name.encode(errors="replace")) % 360)
+    return colorsys.hls_to_rgb(hue / 360, 0.45, 0.5)
+
+
 def _points(records: Sequence[Record], name: str) -> tuple[list[float], list[float]]:
     found = [(r[STEP], r[name]) for r in records if name in r and math.isfinite(r[name])]
     return [step for step, _ in found], [value for _, value in found]
@@ -82,7 +119,7 @@ def _draw_line(
     if not values:
         _say_empty(axes)
         return
-    colour = rgb(name)
+    colour = _rgb(name)
     smooth = running_mean(values, max(1, len(values) // 12))
     axes.plot(steps, values, "o", markersize=3, color=colour, alpha=0.35, markeredgewidth=0)
     axes.plot(steps, smooth, "-", linewidth=2.2, color=colour)
@@ -106,7 +143,7 @@ def _draw_validation(axes: Axes, records: Sequence[Record]) -> None:
         if not values or (name == VAL_ACCURACY and values == _points(records, VAL_REWARD)[1]):
             continue
         drawn = True
-        colour = rgb(name)
+        colour = _rgb(name)
         style = "--o" if name == VAL_TOOL_RATE else "-o"
         axes.plot(steps, values, style, linewidth=2, markersize=4.5, color=colour, label=label)
         if name != VAL_TOOL_RATE:
@@ -132,7 +169,7 @@ def _draw_phases(axes: Axes, records: Sequence[Record]) -> None:
     layers = [[phase_seconds(record).get(name, 0.0) for record in timed] for name in names]
     known = [sum(column) for column in zip(*layers, strict=True)]
     layers.append([max(0.0, r[STEP_S] - k) for r, k in zip(timed, known, strict=True)])
-    colours = [*(rgb(f"time/{name}_s") for name in names), _REST]
+    colours = [*(_rgb(f"time/{name}_s") for name in names), _REST]
     labels = [*names, "other"]
     if len(steps) > _MAX_BARS:
         axes.stackplot(steps, layers, labels=labels, colors=colours, step="mid", linewidth=0)

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from treadle.trainer.report.metrics import Record
+from treadle.trainer.report.metrics import SAVE_S, VALIDATE_S, Record
 from treadle.trainer.report.pace import Pace
 from treadle.trainer.report.page.files import REPORT, write_page, write_reports
 from treadle.trainer.report.status import STATUS, Status, running, write_status
@@ -33,12 +33,17 @@ class LiveReport:
     def step_done(
         self, step: int, values: Record, *, busy: Mapping[str, float] | None = None
     ) -> None:
-        """Writes into `status.json` that a step has ended, and when the run will end."""
+        """Writes into `status.json` that a step has ended, and when the run will end.
+
+        The report follows after a validation and after a checkpoint.
+        """
         expected = None if self._pace is None else self._pace.step_done(step, values)
         try:
             write_status(self._run_dir, running(step, expected, busy))
         except OSError as error:
             _log.warning("%s was not written: %s", self._run_dir / STATUS, error)
+        if not values.keys().isdisjoint((VALIDATE_S, SAVE_S)):
+            self.update()
 
     def update(self) -> None:
         """Rewrites the report soon: now, or after the one that is being written."""
@@ -90,6 +95,7 @@ def _write(run_dir: Path, status: Status | None, *, curves: bool) -> None:
         if curves:
             write_reports(run_dir)
         else:
-            write_page(run_dir, run_dir / REPORT)
+            ended = status is not None and status.state != "running"
+            write_page(run_dir, run_dir / REPORT, in_brief=not ended)
     except Exception as error:  # the run is worth more than its report
         _log.warning("the report of %s was not written: %s", run_dir, error, exc_info=True)

@@ -19,20 +19,20 @@ def test_the_report_is_there_from_the_start_and_follows_the_run(tmp_path: Path) 
         with (tmp_path / "lock").open("w") as lock, MetricsLog(tmp_path / "metrics.jsonl") as log:
             fcntl.flock(lock, fcntl.LOCK_EX)
             async with live_report(tmp_path) as report:
-                assert "The run is in progress" in page(tmp_path)
-                assert "No step is logged." in page(tmp_path)
+                assert '"state":"running"' in page(tmp_path)
+                assert '"num_steps":0' in page(tmp_path)
                 log.append(1, {"val/reward": 0.5})
                 report.update()
                 report.update()
                 assert report._writing is not None
                 await report._writing
-                assert "The last step logged is 1." in page(tmp_path)
-                assert "The run is in progress" in page(tmp_path)
+                assert '"num_steps":1' in page(tmp_path)
+                assert '"state":"running"' in page(tmp_path)
                 log.append(2, {})
-        assert "The last step logged is 2." in page(tmp_path)
+        assert '"num_steps":2' in page(tmp_path)
 
     asyncio.run(run())
-    assert "The run reached its end." in page(tmp_path)
+    assert '"state":"finished"' in page(tmp_path)
     assert (tmp_path / "curves.png").exists()
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_is_interrupted_says_so(tmp_path: Path) -> None:
             await task
 
     asyncio.run(run())
-    assert "The run was interrupted." in page(tmp_path)
+    assert '"state":"interrupted"' in page(tmp_path)
 
 
 def test_a_running_run_says_when_it_will_end(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_run_that_ends_on_a_full_disk_says_so(tmp_path: Path) -> None:
 
     asyncio.run(run(None))
     assert read_status(tmp_path) == Status(state="finished")
-    assert "The run reached its end." in page(tmp_path)
+    assert '"state":"finished"' in page(tmp_path)
     no_room = OSError(errno.ENOSPC, "No space left on device")
     with pytest.raises(OSError, match="No space left"):
         asyncio.run(run(no_room))

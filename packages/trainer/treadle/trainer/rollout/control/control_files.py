@@ -48,7 +48,6 @@ class Request:
     """A request to a run.
 
     Attributes:
-        action: What to do with a server.
         which: Its address; to drain, also its name.
         now: To drain: its sessions move.
     """

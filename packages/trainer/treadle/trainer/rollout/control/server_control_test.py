@@ -13,7 +13,8 @@ import pytest
 from treadle.trainer.rollout.control import server_control
 from treadle.trainer.rollout.control.control_files import Request, make_directory
 from treadle.trainer.rollout.control.server_control import control_servers
-from treadle.trainer.rollout.server_pool import ServerPool, ServerRow
+from treadle.trainer.rollout.rotation import ServerRow
+from treadle.trainer.rollout.server_pool import ServerPool
 
 
 @dataclass

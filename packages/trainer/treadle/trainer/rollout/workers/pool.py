@@ -1,6 +1,6 @@
 """The driver's end of the loop workers: hands out tasks, takes trajectories, replaces workers.
 
-A runner's `run` takes tasks from its source (`_Run.hold`). A worker asks for some, and `_give`
+A runner's `run` takes tasks from its source (`_Run.hold`). A worker asks for some, and `give`
 hands them out; its `Ended` puts the trajectory into `_Run.ended`, from where the run passes it on.
 
 Invariants:
@@ -54,6 +54,7 @@ from treadle.tracing import (
 )
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
+from treadle.trainer.launch.supervision import Restarts
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.rollout.workers.messages import (
@@ -148,8 +149,6 @@ class LoopWorkers:
     """Starts the workers of a run, gives them tasks, and ends them.
 
     Args:
-        config: Of the run, with the files that secure its servers.
-        requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
     """
@@ -174,12 +173,12 @@ class LoopWorkers:
         self._starting: dict[str, asyncio.Task[None]] = {}
         self._watching: asyncio.Task[None] | None = None
         self._runs: dict[int, _Run] = {}
-        self._num_runs = self._num_started = self._num_restarts = 0
+        self._num_runs = self._num_started = 0
+        self._restarts = Restarts(config.agent.max_worker_restarts, "agent.max_worker_restarts")
         self._ends: dict[str, str] = {}
         self._failure: Exception | None = None
         self._outbox: dict[tuple[LoopWorker, int], list[GivenTask]] = {}
         self._flush_due = False
-        self._num_lost = self._num_restarted = 0  # both since `take_metrics`
         self._closing = False
         self._weights = 0
         self._wants_text: Callable[[], bool] = lambda: config.run.trajectories_max_bytes > 0
@@ -268,65 +267,13 @@ class LoopWorkers:
 
     def take_metrics(self) -> dict[str, float]:
         """Returns the number of workers now, and of losses and restarts since the last call."""
-        taken = {
-            "workers/live": float(len(self._live)),
-            "workers/lost": float(self._num_lost),
-            "workers/restarted": float(self._num_restarted),
-        }
-        self._num_lost = self._num_restarted = 0
-        return taken
+        return {"workers/live": float(len(self._live)), **self._restarts.take_metrics("workers")}
 
     def fail(self, error: Exception) -> None:
         """Ends all runs, now and later, with an error."""
         self._failure = self._failure or error
         for run in self._runs.values():
             run.fail(self._failure)
-
-    async def run(
-        self,
-        runner: "_WorkersRunner",
-        tasks: AsyncIterable[AgentTask] | Iterable[AgentTask],
-        sink: Sink,
-    ) -> None:
-        """Runs the tasks of a runner; see `_WorkersRunner.run`."""
-        if self._failure is not None:
-            raise self._failure
-        run = self._begin(runner)
-        slots = runner.slots = TaskSlots(runner.max_in_flight)
-
-        async def take() -> None:
-            number = 0
-            async with aclosing(_each(tasks)) as source:
-                while True:
-                    await slots.acquire()
-                    try:
-                        task = await anext(source)
-                    except StopAsyncIteration:
-                        return
-                    number += 1
-                    attributes = runner.span_attributes
-                    given = {} if attributes is None else dict(attributes(task))
-                    run.hold(number, GivenTask(number, task, given))
-                    self._give(run)
-
-        intake = asyncio.create_task(take(), name=f"intake of run {run.begin.run}")
-        intake.add_done_callback(lambda _: run.ended.put_nowait(None))
-        try:
-            while not intake.done() or run.held:
-                if (ended := await run.ended.get()) is not None:
-                    number, trajectory = ended
-                    await sink(trajectory)
-                    run.release(number)
-                    slots.release()
-                if run.failure is not None:
-                    raise run.failure
-                if intake.done():
-                    intake.result()
-        finally:
-            runner.slots = None
-            intake.cancel()
-            await asyncio.wait({intake})
-            self._end(run)
 
     def set_max_in_flight(self, runner: "_WorkersRunner") -> None:
         """Tells the workers that the bound of a runner has changed."""
@@ -336,7 +283,10 @@ class LoopWorkers:
                 bound = pb.Bound(run=run.begin.run, max_in_flight=runner.max_in_flight)
                 self._send_to_all(pb.Command(bound=bound))
 
-    def _begin(self, runner: "_WorkersRunner") -> _Run:
+    def begin(self, runner: "_WorkersRunner") -> _Run:
+        """Begins a run at all workers."""
+        if self._failure is not None:
+            raise self._failure
         self._num_runs += 1
         sink, parent = current_sink(), current_span()
         run = _Run(
@@ -358,14 +308,15 @@ class LoopWorkers:
         self._send_to_all(pb.Command(begin=run.begin))
         return run
 
-    def _end(self, run: _Run) -> None:
+    def end(self, run: _Run) -> None:
+        """Ends a run at all workers, which cancel what they have of it."""
         del self._runs[run.begin.run]
         for worker in self._live.values():
             worker.open_asks.pop(run.begin.run, None)
             worker.num_given.pop(run.begin.run, None)
         self._send_to_all(pb.Command(end=pb.End(run=run.begin.run)))
 
-    def _give(self, run: _Run) -> None:
+    def give(self, run: _Run) -> None:
         """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
         number = run.begin.run
         share = math.ceil(run.begin.max_in_flight / max(1, len(self._live)))
@@ -416,7 +367,7 @@ class LoopWorkers:
             f"{type(problem).__name__}: {problem}"
         )
         run.ended.put_nowait((given.number, Trajectory.failed(given.task, error)))
-        self._give(run)
+        self.give(run)
 
     def _take(self, worker: LoopWorker, event: pb.Event) -> None:
         kind = event.WhichOneof("message")
@@ -444,7 +395,7 @@ class LoopWorkers:
                         f"{from_wire(message.message)}\n{from_wire(message.traceback).rstrip()}"
                     )
                 )
-        self._give(run)
+        self.give(run)
 
     # The processes
 
@@ -453,7 +404,7 @@ class LoopWorkers:
         try:
             await self._start(name, name)
         except LostProcessError as error:
-            self._num_lost += 1
+            self._restarts.num_lost += 1
             self._ends[name] = str(error)
             _log.warning("%s", error)
             if not await self._start_again(name):
@@ -461,15 +412,14 @@ class LoopWorkers:
 
     async def _start_again(self, name: str) -> bool:
         """Starts a worker that was lost; returns whether that was possible."""
-        while self._num_restarts < self._config.agent.max_worker_restarts:
-            self._num_restarts += 1
+        while self._restarts.take():
             try:
-                await self._start(name, f"{name}-restart-{self._num_restarts}")
+                await self._start(name, f"{name}-restart-{self._restarts.used}")
             except ProcessError as error:
                 self._ends[name] = str(error)
                 _log.warning("loop worker did not start again: %s", error)
                 continue
-            self._num_restarted += 1
+            self._restarts.num_restarted += 1
             _log.warning("started again: loop worker %s", name)
             return True
         return False
@@ -498,7 +448,7 @@ class LoopWorkers:
             return
         worker.lost = True
         del self._live[worker.name]
-        self._num_lost += 1
+        self._restarts.num_lost += 1
         lost = [
             (run, number)
             for run in self._runs.values()
@@ -509,7 +459,7 @@ class LoopWorkers:
             run.held[number].worker = None
             run.held[number].num_lost += 1
         for run in self._runs.values():
-            self._give(run)  # the others' shares have grown
+            self.give(run)  # the others' shares have grown
         replacing = asyncio.create_task(self._replace(worker, problem, lost))
         self._starting[worker.name] = replacing
 
@@ -525,13 +475,8 @@ class LoopWorkers:
         await self._start_again(worker.name)
         del self._starting[worker.name]
         if not self._live and not self._starting:
-            limit = self._config.agent.max_worker_restarts
-            self.fail(
-                NoWorkerLeftError(
-                    f"no loop worker is left, after {self._num_restarts} restarts "
-                    f"(agent.max_worker_restarts={limit}):\n" + "\n".join(self._ends.values())
-                )
-            )
+            ends = "\n".join(self._ends.values())
+            self.fail(NoWorkerLeftError(f"no loop worker is left, {self._restarts}:\n{ends}"))
 
     def _attempt_again(self, run: _Run, number: int, end: str) -> None:
         """Lets a task of a lost worker wait for another one, or fail."""
@@ -541,7 +486,7 @@ class LoopWorkers:
         limit = self._config.agent.max_attempts
         if held.num_lost < limit:
             run.waiting.appendleft(number)
-            self._give(run)
+            self.give(run)
             return
         task = held.given.task
         error = WorkerLostError(
@@ -595,7 +540,42 @@ class _WorkersRunner:
             WorkerRunError: A task names a loop that does not exist, or the worker has a bug.
             Exception: The source or the sink raised it.
         """
-        await self.workers.run(self, tasks, sink)
+        run = self.workers.begin(self)
+        slots = self.slots = TaskSlots(self.max_in_flight)
+
+        async def take() -> None:
+            number = 0
+            async with aclosing(_each(tasks)) as source:
+                while True:
+                    await slots.acquire()
+                    try:
+                        task = await anext(source)
+                    except StopAsyncIteration:
+                        return
+                    number += 1
+                    attributes = self.span_attributes
+                    given = {} if attributes is None else dict(attributes(task))
+                    run.hold(number, GivenTask(number, task, given))
+                    self.workers.give(run)
+
+        intake = asyncio.create_task(take(), name=f"intake of run {run.begin.run}")
+        intake.add_done_callback(lambda _: run.ended.put_nowait(None))
+        try:
+            while not intake.done() or run.held:
+                if (ended := await run.ended.get()) is not None:
+                    number, trajectory = ended
+                    await sink(trajectory)
+                    run.release(number)
+                    slots.release()
+                if run.failure is not None:
+                    raise run.failure
+                if intake.done():
+                    intake.result()
+        finally:
+            self.slots = None
+            intake.cancel()
+            await asyncio.wait({intake})
+            self.workers.end(run)
 
 
 async def _each(
@@ -627,9 +607,6 @@ async def loop_workers(
     """Runs the loop workers of a run, and the router that they share, while the block runs.
 
     Args:
-        config: Of the run, with the files that secure its servers.
-        servers: What the router begins with.
-        requirements: What the servers must offer.
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
 

@@ -40,7 +40,7 @@ from treadle.trainer.config.load import load_config
 from treadle.trainer.launch.local import describe_exit
 from treadle.trainer.launch.process import LostProcessError, ProcessError, ProcessSpec
 from treadle.trainer.rollout.make_runner import RunnerSettings
-from treadle.trainer.rollout.server_pool import Routes
+from treadle.trainer.rollout.rotation import Routes
 from treadle.trainer.rollout.workers import worker_process
 from treadle.trainer.rollout.workers.messages import (
     RUNNER_SETTINGS,

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from treadle.agent_loop import ReplicaUnavailableError
 from treadle.agent_loop.rpc.router.admin import RouterAdmin
-from treadle.policy.client.process import wait_until_ended
+from treadle.policy.client.process import wait_until_ended, with_log
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, Process, ProcessError, ProcessSpec
+from treadle.trainer.launch.supervision import Restarts
 from treadle.trainer.rollout.server_security import server_security
 
 if TYPE_CHECKING:
@@ -42,7 +43,6 @@ class RunRouter:
     """Starts the router, tells it of the servers, and replaces it when it dies.
 
     Args:
-        config: Of the run, with the files that secure its servers.
         on_lost: Called when the router is gone for good.
     """
 
@@ -66,7 +66,7 @@ class RunRouter:
         self._address = ""
         self._watching: asyncio.Task[None] | None = None
         self._admin: RouterAdmin | None = None
-        self._num_restarts = 0
+        self._restarts = Restarts(config.agent.max_worker_restarts, "agent.max_worker_restarts")
 
     async def start(self, replicas: Sequence[str]) -> None:
         """Starts the router with these servers, and again if it ends before it serves.
@@ -201,8 +201,7 @@ class RunRouter:
             RouterLostError: It may not be started again.
         """
         assert self._process is not None
-        tail = await self._process.log_tail(10)
-        text = f"the router ({self._address}) {cause}; its log ends with:\n{tail}"
+        text = await with_log(self._process, f"the router ({self._address}) {cause}")
         await self._start_again(self._address, text)
         self._changed.set()  # it was not told which servers drain
         return asyncio.create_task(self._process.wait(), name="end of the router")
@@ -217,9 +216,7 @@ class RunRouter:
             RouterLostError: It may not be started again.
         """
         assert self._process is not None
-        limit = self._config.agent.max_worker_restarts
-        while self._num_restarts < limit:
-            self._num_restarts += 1
+        while self._restarts.take():
             _log.warning("%s\nit is started again", text)
             try:
                 await self._start(address)
@@ -228,10 +225,10 @@ class RunRouter:
                 await self._process.stop(_KILL_S)
                 continue
             return
-        raise RouterLostError(f"after {limit} restarts (agent.max_worker_restarts={limit}), {text}")
+        raise RouterLostError(f"{self._restarts}, {text}")
 
     async def _start(self, address: str) -> None:
-        number = self._num_restarts
+        number = self._restarts.used
         self._process = await self._launcher.start(
             ProcessSpec(
                 name="router" if not number else f"router-restart-{number}",

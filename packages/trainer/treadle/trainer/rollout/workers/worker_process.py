@@ -18,7 +18,7 @@ from treadle.agent_loop.rpc.driven import DrivenAccess
 from treadle.agent_loop.rpc.driver_stream import DriverEnd
 from treadle.loop_worker.v1 import loop_worker_service_pb2 as pb
 from treadle.loop_worker.v1.loop_worker_service_pb2_grpc import LoopWorkerServiceStub
-from treadle.policy.client.process import wait_until_ended
+from treadle.policy.client.process import wait_until_ended, with_log
 from treadle.policy.client.signs_of_life import beat_s
 from treadle.trainer.launch.environment import thread_variables
 from treadle.trainer.launch.process import (
@@ -46,6 +46,8 @@ class LoopWorker:
     Attributes:
         name: The same after a restart.
         number: Tells it from the one that it replaced.
+        on_message: Called with what it sends once it is ready.
+        on_end: Called when its stream ends, or the process does; so it may be called twice.
         stream: Its stream; None before it is connected.
         setup_done: Done when it is ready, or was refused; or lost.
         heard: How many messages it has sent.
@@ -59,6 +61,8 @@ class LoopWorker:
     name: str
     number: int
     process: Process
+    on_message: "Callable[[LoopWorker, pb.Event], None]"
+    on_end: "Callable[[LoopWorker, str | None], None]"
     setup_done: "asyncio.Future[None]"
     stream: DriverEnd | None = None
     heard: int = 0
@@ -73,19 +77,55 @@ class LoopWorker:
         """Its process id and node, for a message; before it has connected, its name."""
         return self.name if self.sign is None else f"pid {self.sign.pid} on {self.sign.node}"
 
+    def connect(self, access: DrivenAccess, address: str) -> None:
+        """Opens its stream."""
+        self.stream = DriverEnd(
+            access,
+            address,
+            lambda channel: LoopWorkerServiceStub(channel).Work,
+            split=attrgetter("events"),
+            join=lambda commands: pb.WorkRequest(commands=commands),
+            on_message=self.take,
+            on_end=self.end,
+        )
+
     def send(self, message: pb.Command) -> None:
         """Sends a message; nothing happens if the worker is gone."""
         if self.stream is not None and not self.lost:
             self.stream.send(message)
+
+    def take(self, event: pb.Event) -> None:
+        """Takes a message of it."""
+        self.heard += 1
+        match event.WhichOneof("message"):
+            case "alive":
+                self.sign = event.alive
+            case "ready":
+                if not self.setup_done.done():
+                    self.setup_done.set_result(None)
+            case "refused":
+                if not self.setup_done.done():
+                    text = f"loop worker {self.name}: {from_wire(event.refused.message)}"
+                    self.setup_done.set_exception(ProcessError(text))
+            case "warned":
+                warned = event.warned
+                _log.log(warned.level, "%s: %s", self.name, from_wire(warned.message))
+            case _:
+                self.on_message(self, event)
+
+    def end(self, problem: str | None) -> None:
+        """Takes the end of its stream or of its process."""
+        if not self.setup_done.done():
+            self.setup_done.set_exception(EOFError(problem or "it ended its stream"))
+        self.on_end(self, problem)
 
     async def describe_end(self, problem: str | None) -> str:
         """Returns how it ended, for a message, with the last lines of its log."""
         status = await wait_until_ended(self.process, _EXIT_S)
         if status is not None:
             problem = self.process.describe_end(status)
-        tail = await self.process.log_tail(10)
         ended = problem or "closed its connection"
-        return f"loop worker {self.name} ({self.place}) {ended}; its log ends with:\n{tail}"
+        return await with_log(self.process, f"loop worker {self.name} ({self.place}) {ended}")
 
     async def stop(self, grace_s: float = _GRACE_S) -> None:
         """Ends it."""
@@ -113,10 +153,7 @@ async def start_worker(
     """Starts a worker; returns it when it is ready for tasks.
 
     Args:
-        settings: What the worker needs for all of its runs.
         access: How the run's workers are reached.
-        on_message: Called with what it says once it is ready.
-        on_end: Called when its stream ends, or the process does; so it may be called twice.
 
     Raises:
         LostProcessError: It was killed, or ended after it had started and before it was set up.
@@ -137,44 +174,15 @@ async def start_worker(
         name=name,
         number=number,
         process=process,
+        on_message=on_message,
+        on_end=on_end,
         setup_done=asyncio.get_running_loop().create_future(),
     )
-
-    def take(event: pb.Event) -> None:
-        worker.heard += 1
-        match event.WhichOneof("message"):
-            case "alive":
-                worker.sign = event.alive
-            case "ready":
-                if not worker.setup_done.done():
-                    worker.setup_done.set_result(None)
-            case "refused":
-                if not worker.setup_done.done():
-                    text = from_wire(event.refused.message)
-                    worker.setup_done.set_exception(ProcessError(f"loop worker {name}: {text}"))
-            case "warned":
-                warned = event.warned
-                _log.log(warned.level, "%s: %s", name, from_wire(warned.message))
-            case _:
-                on_message(worker, event)
-
-    def end(problem: str | None) -> None:
-        if not worker.setup_done.done():
-            worker.setup_done.set_exception(EOFError(problem or "it ended its stream"))
-        on_end(worker, problem)
 
     try:
         address = await process.ready(deadline_s)
         async with asyncio.timeout(deadline_s):
-            worker.stream = DriverEnd(
-                access,
-                address,
-                lambda channel: LoopWorkerServiceStub(channel).Work,
-                split=attrgetter("events"),
-                join=lambda commands: pb.WorkRequest(commands=commands),
-                on_message=take,
-                on_end=end,
-            )
+            worker.connect(access, address)
             worker.send(pb.Command(setup=pb.Setup(settings=WORKER_SETTINGS.dump_json(settings))))
             await worker.setup_done
     except (EOFError, OSError) as error:
@@ -186,7 +194,9 @@ async def start_worker(
     except BaseException:
         await _give_up(worker)
         raise
-    worker.watching = asyncio.create_task(_watch(process, end), name=f"end of {process_name}")
+    worker.watching = asyncio.create_task(
+        _watch(process, worker.end), name=f"end of {process_name}"
+    )
     return worker
 
 

@@ -62,7 +62,7 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
                 with timer.phase("rollout"):
                     found = await groups.take(step)
                 work = train_step(context, step, found, timer, groups)
-                await finished_first(work, say=context.progress.note)
+                await finished_first(work, say=context.record.show)
             except (asyncio.CancelledError, OutageError):
                 if not groups.queue.training:
                     await save_interrupted(context, groups)
@@ -143,14 +143,14 @@ class _Groups:
         self._again = self.queue.restore(state, kept)
         self.store.remove_all_before(state.next_number, but=kept)
         if state.untrained:
-            self.context.progress.note(
+            self.context.record.show(
                 f"of the groups that were begun, {len(kept)} had ended and wait, "
                 f"{len(self._again)} begin again"
             )
 
     async def sample(self) -> None:
         """Samples until it is cancelled."""
-        with self.context.trajectory_log.recording() as recorded:
+        with self.context.record.trajectory_log.recording() as recorded:
             self._recorded = recorded
             await self.rollout.run()
 
@@ -166,8 +166,8 @@ class _Groups:
         """
         size, samples = self.queue.size, self.context.config.rollout.samples_per_prompt
         await self.rollout.recover()
-        with self.context.progress.phase("rollout", total=size * samples):
-            self.context.progress.advance(min(size, len(self.queue.waiting)) * samples)
+        with self.context.record.phase("rollout", total=size * samples):
+            self.context.record.advance(min(size, len(self.queue.waiting)) * samples)
             self._waits = True
             try:
                 while (batch := self.queue.form()) is None:
@@ -251,8 +251,7 @@ class _Groups:
     def _on_end(self, trajectory: Trajectory) -> None:
         """Takes a trajectory; its group ends with the last one."""
         context, number = self.context, self._number_of(trajectory.task)
-        for text in context.first_of_kind.take([trajectory]):
-            context.note(self.queue.next_step, text)
+        context.record.firsts(self.queue.next_step, [trajectory])
         running = self._running[number]
         running.ended.append(shaped(trajectory, context.config))
         if len(running.ended) < len(running.tasks):
@@ -268,7 +267,7 @@ class _Groups:
             self._lost_in_a_row = 0
             self.store.save(ended)
             if self._waits:
-                context.progress.advance(len(members))
+                context.record.advance(len(members))
         self.changed.set()
         self.rollout.look_again()
 

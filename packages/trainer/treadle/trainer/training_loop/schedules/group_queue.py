@@ -44,7 +44,6 @@ class QueueState:
     """The part of a queue that a checkpoint keeps.
 
     Attributes:
-        next_number: Of the group to be started next: the data cursor.
         untrained: Numbers of the groups that were started and neither trained on nor left out.
     """
 
@@ -89,7 +88,6 @@ class GroupQueue:
         size: Number of groups that a step trains on.
         total_steps: Number of the last step; no group is started that no step would train on.
         version: Number of steps whose weights the servers have.
-        next_number: Of the group to be started next.
         waiting: Number -> the group that has ended.
         training: Number of groups in the step that trains; 0: none does.
     """
@@ -162,7 +160,6 @@ class GroupQueue:
         """Continues with the groups of a checkpoint.
 
         Args:
-            state: Of the checkpoint of `version`.
             kept: Groups that had ended, as they were stored.
 
         Returns:

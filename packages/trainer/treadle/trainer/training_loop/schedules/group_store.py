@@ -101,11 +101,7 @@ class GroupStore:
         return found
 
     def remove_all_before(self, number: int, *, but: Container[int]) -> None:
-        """Removes files that a trainer left which died after it had completed a checkpoint.
-
-        Args:
-            number: Of the group that is started next.
-        """
+        """Removes files that a trainer left which died after it had completed a checkpoint."""
         for path in self._directory.glob("group-*"):
             written = int(path.name.removeprefix("group-"))
             if written < number and written not in but:

@@ -66,11 +66,7 @@ class StreamRule:
 
 @dataclass(frozen=True, slots=True)
 class AsyncRule:
-    """Rollouts never stop while staleness stays within its bound.
-
-    Attributes:
-        max_staleness: Of a group, when it is trained on.
-    """
+    """Rollouts never stop while staleness stays within its bound."""
 
     max_staleness: int
     leaves_out = True

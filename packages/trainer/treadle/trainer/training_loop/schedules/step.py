@@ -25,7 +25,6 @@ from treadle.trainer.training_loop.validation import validate
 __all__ = [
     "GroupsBesideTraining",
     "save_interrupted",
-    "saves",
     "train_step",
     "validate_before_training",
 ]
@@ -59,7 +58,7 @@ async def validate_before_training(context: TrainingContext, *, first_step: int)
         metrics = await validate(context, step=0, timer=timer)
         metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
         metrics |= await context.time_shares(timer.seconds)
-        await context.step_done(0, {**metrics, **timer.seconds})
+        await context.record.step(0, {**metrics, **timer.seconds})
     else:
         await context.time_shares({})
 
@@ -84,20 +83,94 @@ async def train_step(
         Exception: See `run_sync`.
     """
     config = context.config
+    await _begin_step(context, step, found, timer)
+    batch, charges = await _batch_of(context, step, found, timer)
+    await context.log_training(step, found.sampled, batch)
+    _report_failures(context, step, batch)
+
+    updated, tokens = await _update(context, step, batch, timer)
+    await context.record.trajectory_store.write(tokens)
+
+    # The model is written before the servers that share devices with it take their memory back.
+    last, schedule = step == context.total_steps, config.schedule
+    saved = schedule.saves(step, last=last) or schedule.is_time_to_save(
+        context.checkpoints.saved_at
+    )
+    if saved:
+        with timer.phase("save"):
+            await context.save_model(step, with_hf=schedule.saves_hf(last=last))
+
+    # Weight sync: from here on the servers sample from version `step`.
+    with timer.phase("sync"):
+        sync_metrics = await context.sync_weights(step)
+    if beside is not None:
+        beside.published(step)
+    metrics = {
+        **rollout_metrics(found.trajectories),
+        **batch.metrics(),
+        **charges.metrics,
+        **updated,
+        "weights/version": float(context.version),
+        "run/resumes": float(context.record.resumes),
+        **sync_metrics,
+        **await context.offload_metrics(),
+        "data/epoch": float(context.order.epoch(context.batches)),
+        **found.metrics,
+    }
+    context.kl_coef = coefficient_after(config.algorithm.reward_kl, metrics)
+
+    await _end_step(context, step, metrics, timer, beside, saved=saved)
+
+
+async def _begin_step(context: TrainingContext, step: int, found: StepGroups, timer: Timer) -> None:
+    """Looks for bugs of the user's; then the policy may change."""
     try:
-        check_own_code(found.trajectories, step=step, limit=config.agent.max_failed_share)
+        limit = context.config.agent.max_failed_share
+        check_own_code(found.trajectories, step=step, limit=limit)
     except OwnCodeError:
         await context.log_training(step, found.sampled, None)
         raise
     context.unsaved = None
-
     # From here to the weight sync, servers that share devices with the policy lend it their memory.
-    if config.rollout.release_memory:
+    if context.config.rollout.release_memory:
         with timer.phase("release"):
             await context.release_memory()
 
-    # Advantage: rewards, less what the KL costs, are compared as the estimator says, or with what a
-    # critic expected.
+
+async def _end_step(
+    context: TrainingContext,
+    step: int,
+    metrics: dict[str, float],
+    timer: Timer,
+    beside: GroupsBesideTraining | None,
+    *,
+    saved: bool,
+) -> None:
+    """Validates, completes the checkpoint, and logs the step."""
+    last = step == context.total_steps
+    if context.val and context.config.schedule.validates(step, last=last):
+        metrics |= await validate(context, step=step, timer=timer)
+    metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
+
+    # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
+    if saved:
+        with timer.phase("save"):
+            groups = None if beside is None else await beside.kept_in_checkpoint()
+            await context.complete_checkpoint(step, {**metrics, **timer.metrics()}, groups)
+        if beside is not None:
+            beside.checkpointed(step)
+    metrics |= await context.time_shares(timer.seconds)
+    if not saved:
+        context.unsaved = step, {**metrics, **timer.metrics()}
+    await context.record.step(step, {**metrics, **timer.metrics()})
+
+
+async def _batch_of(
+    context: TrainingContext, step: int, found: StepGroups, timer: Timer
+) -> tuple[StepBatch, Charges]:
+    """Returns what a step trains on, and what the KL costs it."""
+    config = context.config
+    # Advantages: rewards minus the KL penalty, relative to the group or to the critic.
     try:
         survivors = survivors_of(found.groups, context.estimator, version=context.version)
         if context.reference is not None:
@@ -114,11 +187,18 @@ async def train_step(
     except (AdvantageError, NoGroupLeftError):
         await context.log_training(step, found.sampled, None)
         raise
-    await context.log_training(step, found.sampled, batch)
-    _report_failures(context, step, batch)
+    return batch, charges
 
-    # Update: of the critic, and after its warm-up of the policy.
-    updated: dict[str, float] = {}
+
+async def _update(
+    context: TrainingContext, step: int, batch: StepBatch, timer: Timer
+) -> tuple[dict[str, float], TokenValues | None]:
+    """Updates the critic and, after its warm-up, the policy.
+
+    Returns:
+        The metrics, and what the policy's update computed of each token; None: there was none.
+    """
+    config, updated = context.config, dict[str, float]()
     tokens: TokenValues | None = None
     if config.algorithm.needs_critic:
         with timer.phase("critic"):
@@ -131,52 +211,7 @@ async def train_step(
         _report_skipped(context, step, stats.steps, "updates")
         updated |= update_metrics(stats)
         tokens = TokenValues.of(stats.tokens)
-    await context.keep_training(tokens)
-
-    # The model is written before the servers that share devices with it take their memory back.
-    last = step == context.total_steps
-    saved = saves(context, step) or config.schedule.is_time_to_save(context.saved_at)
-    if saved:
-        schedule = config.schedule
-        with_hf = schedule.save_hf == "every" or (last and schedule.save_hf == "last")
-        with timer.phase("save"):
-            await context.save_model(step, with_hf=with_hf)
-
-    # Weight sync: from here on the servers sample from version `step`.
-    with timer.phase("sync"):
-        sync_metrics = await context.sync_weights(step)
-    if beside is not None:
-        beside.published(step)
-    metrics = {
-        **rollout_metrics(found.trajectories),
-        **batch.metrics(),
-        **charges.metrics,
-        **updated,
-        "weights/version": float(context.version),
-        "run/resumes": float(context.resumes),
-        **sync_metrics,
-        **await context.offload_metrics(),
-        "data/epoch": float(context.order.epoch(context.batches)),
-        **found.metrics,
-    }
-    context.kl_coef = coefficient_after(config.algorithm.reward_kl, metrics)
-
-    # Validation
-    if context.val and _due(config.schedule.val_every, step, or_now=last):
-        metrics |= await validate(context, step=step, timer=timer)
-    metrics |= {**context.servers.take_metrics(), **context.rollout.take_metrics()}
-
-    # Checkpoint: it carries the metrics, so that a resumed run can restore this step's line.
-    if saved:
-        with timer.phase("save"):
-            groups = None if beside is None else await beside.kept_in_checkpoint()
-            await context.complete_checkpoint(step, {**metrics, **timer.metrics()}, groups)
-        if beside is not None:
-            beside.checkpointed(step)
-    metrics |= await context.time_shares(timer.seconds)
-    if not saved:
-        context.unsaved = step, {**metrics, **timer.metrics()}
-    await context.step_done(step, {**metrics, **timer.metrics()})
+    return updated, tokens
 
 
 async def save_interrupted(
@@ -192,7 +227,7 @@ async def save_interrupted(
     if context.unsaved is None or not schedule.keeps_checkpoints:
         return
     step, metrics = context.unsaved
-    context.progress.note(f"the run ends early: saving step {step}; interrupt again to end now")
+    context.record.show(f"the run ends early: saving step {step}; interrupt again to end now")
     if context.config.rollout.release_memory:  # the servers have the memory of the policy
         await context.release_memory()
     await context.save_model(step, with_hf=schedule.save_hf == "every")
@@ -202,25 +237,11 @@ async def save_interrupted(
         beside.checkpointed(step)
 
 
-def saves(context: TrainingContext, step: int) -> bool:
-    """Returns whether a step ends with a checkpoint, whatever the time is.
-
-    A step that does keeps no groups for the next one, and a run must not depend on the clock.
-    """
-    schedule = context.config.schedule
-    at_end = step == context.total_steps and schedule.save_last
-    return at_end or _due(schedule.save_every, step)
-
-
-def _due(every: int | None, step: int, *, or_now: bool = False) -> bool:
-    return every is not None and (or_now or step % every == 0)
-
-
 def _report_skipped(
     context: TrainingContext, step: int, updates: Sequence[pb.StepStats], what: str
 ) -> None:
     if skipped := sum(update.skipped for update in updates):
-        context.note(
+        context.record.note(
             step,
             f"{skipped} of {len(updates)} {what} were skipped, because their gradient was not "
             "finite",
@@ -234,4 +255,4 @@ def _report_failures(context: TrainingContext, step: int, batch: StepBatch) -> N
         f"{batch.num_failed} trajectories failed and are left out, with them "
         f"{batch.num_dropped_groups} of {batch.num_groups} groups"
     )
-    context.note(step, "\n  ".join([text, *batch.causes]))
+    context.record.note(step, "\n  ".join([text, *batch.causes]))

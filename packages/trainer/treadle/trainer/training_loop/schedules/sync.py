@@ -15,7 +15,6 @@ from treadle.trainer.training_loop.gather import gather
 from treadle.trainer.training_loop.interruption import finished_first
 from treadle.trainer.training_loop.schedules.step import (
     save_interrupted,
-    saves,
     train_step,
     validate_before_training,
 )
@@ -41,11 +40,12 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
     await validate_before_training(context, first_step=first_step)
     for step in range(first_step, context.total_steps + 1):
         timer = Timer()
+        saves = context.config.schedule.saves(step, last=step == context.total_steps)
         # Rollout and reward: each trajectory is scored as soon as it ends.
         try:
             with timer.phase("rollout"):
-                found = await gather(context, step, keep_surplus=not saves(context, step))
-            await finished_first(train_step(context, step, found, timer), say=context.progress.note)
+                found = await gather(context, step, keep_surplus=not saves)
+            await finished_first(train_step(context, step, found, timer), say=context.record.show)
         except (asyncio.CancelledError, OutageError):
             await save_interrupted(context)
             raise
