@@ -36,7 +36,9 @@ def test_what_is_trained_is_served(
     shutil.copytree(DEMO.parent / "model", folder)
     for file in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / file).unlink()
-    write_any(folder, model_type, vocab_size=1024, max_position_embeddings=1024, eos_token_id=1019)
+    # Where DeepSeek V4 leaves positions out, the engine may choose others (docs/models.md).
+    sizes = {"max_position_embeddings": 1024, "eos_token_id": 1019, "index_topk": 64}
+    write_any(folder, model_type, vocab_size=1024, vocab_size_per_layer_input=1024, **sizes)
     trainer = train(
         *(f"--config={DEMO}", f"model.path={folder}", "policy.optimizer.lr=0.01"),
         *("algorithm.kl_coef=0.1", "algorithm.entropy_coef=0.1", "rollout.response_length=24"),

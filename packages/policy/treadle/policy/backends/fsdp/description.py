@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
-_FUSED: Final = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
+_FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

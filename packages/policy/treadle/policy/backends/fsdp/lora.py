@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -36,15 +36,14 @@ def adapt(net: Net, lora: LoraConfig, targets: Iterable[str], *, seed: int) -> N
         AdapterError: `lora.path` is missing or does not fit the settings.
     """
     try:
-        from peft import LoraConfig as PeftConfig
-        from peft import inject_adapter_in_model
+        import peft
     except ImportError as error:
         raise ValueError(
             "policy.lora with policy.backend=fsdp needs PEFT: pip install 'treadle-policy[fsdp]'"
         ) from error
-
-    settings = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))  # type: ignore[arg-type]  # PEFT computes with any number
-    inject_adapter_in_model(settings, net.model)
+    untyped: Any = peft  # it takes any number for alpha, and says int
+    settings = untyped.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
+    untyped.inject_adapter_in_model(settings, net.model)
     net.lora_scaling = lora.scaling
     trained = {_peft_name(name): p for name, p in net.model.named_parameters() if p.requires_grad}
     shapes = {name: (p.shape[0], p.shape[1]) for name, p in trained.items()}
@@ -59,7 +58,7 @@ def switched_off(model: nn.Module) -> Iterator[None]:
     """Computes without adapters within the context: the model that training started from."""
     from peft.tuners.lora import LoraLayer
 
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
         layer.set_scale(_NAME, 0.0)
     try:
