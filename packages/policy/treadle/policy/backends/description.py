@@ -54,7 +54,6 @@ def adapted_names(
     """Returns which matrices of a layer have an adapter, under the names of the files.
 
     Args:
-        targets: `policy.lora.targets`.
         fused: What the files have in one matrix, which then has one adapter, as in PEFT.
 
     Raises:

@@ -113,10 +113,7 @@ def write_folder(
 def write_together(
     tensors: Iterator[NamedTensor], folder: Path, *, like: Path, adapter: CollectedAdapter | None
 ) -> None:
-    """Does the same on rank 0, with an adapter below; collective.
-
-    Args:
-        tensors: On rank 0 all of them; run to its end by every rank, which the others wait for.
+    """Does the same on rank 0, with an adapter below; every rank runs `tensors` to its end.
 
     Raises:
         CheckpointError: It could not be written; on every rank.

@@ -233,7 +233,6 @@ class PolicyLoss(_Sums):
         """Begins at nothing.
 
         Args:
-            computed: The sequences that go through the model.
             speaks: Whether this rank's micro-batches count: one of those that compute the same.
         """
         names = ["actor/entropy", *_metric_names(loss)]

@@ -38,10 +38,7 @@ def describe(name: BackendName) -> BackendDescription:
 
 
 def choose(model_type: str, *, megatron_is_there: bool) -> tuple[BackendName, str]:
-    """Returns the backend for a model where none is set, and why: Megatron-core where it can.
-
-    It is faster, and splits a model in more ways. What neither computes it refuses by name.
-    """
+    """Returns the backend for a model where none is set, and why: Megatron-core where it can."""
     if model_type in describe("fsdp").model_types:
         if model_type not in describe("megatron").model_types:
             return "fsdp", f"Megatron-core does not compute model type {model_type!r}"

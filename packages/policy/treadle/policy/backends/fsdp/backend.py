@@ -4,11 +4,10 @@ Every method is collective over the policy's ranks (see `policy/backend.py`).
 
 Invariant: the gradient of a step is a plain sum, over micro-batches and ranks, of per-token losses
 that were weighted over the whole batch. Number of ranks, micro-batch size and packing order
-therefore change results only by rounding. FSDP takes the mean over ranks, so a loss is multiplied
-by their number. All ranks run as many micro-batches as the one with the most: each pass gathers the
-weights from all of them.
+therefore change results only by rounding. All ranks run as many micro-batches as the one with the
+most: each pass gathers the weights from all of them.
 
-Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
+Shape suffix: M loss tokens of the batch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The FSDP critic: values of sampled sequences, and the steps that teach them.
-
-It lives on the policy's ranks, in their process group, and is sharded as the policy is.
-"""
+"""The FSDP critic: values of sampled sequences, and the steps that teach them."""
 
 from __future__ import annotations
 

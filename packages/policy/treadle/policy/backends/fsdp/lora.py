@@ -29,9 +29,6 @@ _NAME: Final = "default"
 def adapt(net: Net, lora: LoraConfig, targets: Iterable[str], *, seed: int) -> None:
     """Puts adapters into a whole model, fills them, and leaves them as all that is trained.
 
-    Args:
-        targets: The matrices of a layer, under the names of their modules.
-
     Raises:
         AdapterError: `lora.path` is missing or does not fit the settings.
     """

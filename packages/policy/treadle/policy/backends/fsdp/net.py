@@ -199,11 +199,7 @@ class ValueNet(Net):
     """
 
     def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
-        """See `Net`.
-
-        Raises:
-            UnsupportedModelError: The model gives no hidden states.
-        """
+        """See `Net`; raises `UnsupportedModelError` if the model gives no hidden states."""
         super().__init__(model, chunk=chunk)
         if not self._behind_decoder:
             raise UnsupportedModelError(

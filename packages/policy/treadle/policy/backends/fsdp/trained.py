@@ -63,14 +63,7 @@ class TrainedNet:
     def accumulate(
         self, batch: Batch, computed: Sequence[int], loss: Callable[..., Tensor], *settings: float
     ) -> int:
-        """Adds the gradient of a loss to that of the next step.
-
-        Args:
-            loss: Takes a micro-batch and what the model gives of it; returns a sum.
-
-        Returns:
-            The number of micro-batches.
-        """
+        """Adds the gradient of a loss of what the model gives; returns how many micro-batches."""
         self._has_gradient = True
         count = 0
         for micro in self.micro_batches(batch, computed):

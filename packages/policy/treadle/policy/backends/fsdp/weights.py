@@ -60,9 +60,8 @@ def export(net: Net, dtype: ElementType) -> Iterator[NamedTensor]:
 
 def constants(net: Net) -> Iterator[NamedTensor]:
     """Yields what is stored beside weights and never trained: tables of numbers of experts."""
-    stored = net.model.state_dict()
-    buffers = {n: b for n, b in net.model.named_buffers() if n in stored}
-    tables = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+    stored, buffers = net.model.state_dict(), net.model.named_buffers()
+    tables = {n: b for n, b in buffers if n in stored and not b.is_floating_point()}
     for name, table in revert_weight_conversion(net.model, tables).items():
         yield NamedTensor(name=name, tensor=table)
 
