@@ -28,7 +28,6 @@ SHARED = {
     "SeededSampler": _ENGINES,
     "Sequence": _ENGINES,
     "MicroBatch": "the same role in each backend of the policy",
-    "Level": "the same role in each doctor, which share no module",
     "Tokens": "public in both packages: a transcript, and the tokens of one event of an engine",
     "ServerConfig": "public in both packages: of a rollout server, and of an MCP server",
     "Conversation": _TO_DO,

@@ -27,12 +27,12 @@ from typing import Protocol
 from treadle.policy.weight_sync.client import Memory, WeightSyncClient, with_retries
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 
-__all__ = ["MemoryOffload", "Rotation"]
+__all__ = ["MemoryOffload", "ServersInRotation"]
 
 _EVERYTHING: tuple[Memory, ...] = ("kv_cache", "weights")
 
 
-class Rotation(Protocol):
+class ServersInRotation(Protocol):
     """The part of `ServerPool` that is needed here."""
 
     @property
@@ -49,7 +49,7 @@ class MemoryOffload:
     """Releases and restores the device memory of a run's servers."""
 
     def __init__(
-        self, rotation: Rotation, *, multi_stage: bool, interrupt: bool, max_attempts: int
+        self, rotation: ServersInRotation, *, multi_stage: bool, interrupt: bool, max_attempts: int
     ) -> None:
         """Calls no server yet.
 
