@@ -120,7 +120,10 @@ def write_together(
     """
     beside = None if adapter is None else adapter.write_below
     write = partial(write_folder, tensors, folder, like=like, beside=beside)
-    drain = partial(deque, tensors, maxlen=0)
+
+    def drain() -> None:
+        deque(tensors, maxlen=0)
+
     together(write if dist.get_rank() == 0 else None, folder, meanwhile=drain)
 
 

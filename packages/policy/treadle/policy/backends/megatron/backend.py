@@ -173,8 +173,9 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         )
 
     def close(self) -> None:
-        """See `PolicyBackend.close`."""
+        """See `PolicyBackend.close`; frees the model, which holds the groups and their threads."""
         self.world.close()
+        del self._model, self._net, self._optimizer, self._offload, self._reference
 
     def _copied(self, parameter: Tensor) -> Tensor:
         return copied(parameter, to_host=self._config.offload.reference)
