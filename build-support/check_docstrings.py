@@ -15,9 +15,6 @@ from pathlib import Path
 
 LEAST_WORDS = 5
 BEGINNINGS = ("As", "Of", "That", "Those", "What")
-_ROOMS = "evaluation|launch|preflight|rollout|sft|training_loop|doctor"
-_LATER = re.compile(rf"packages/(policy|trainer/treadle/trainer/({_ROOMS}))/")
-"""Where entries still begin so."""
 _SECTION = re.compile(r"^( *)(Args|Attributes):$")
 _ENTRY = re.compile(r"^ *[\w*`, ]+?(?: \([^)]*\))?:(?: (?P<text>.*))?$")
 
@@ -30,7 +27,7 @@ def findings(path: str, text: str) -> Iterator[str]:
                 f"{path}:{line}: the entry {entry!r} has fewer than {LEAST_WORDS} words: say its "
                 "unit, range, order, owner or what None means, or leave it out"
             )
-        elif entry.split()[0] in BEGINNINGS and not _LATER.match(path):
+        elif entry.split()[0] in BEGINNINGS:
             yield f"{path}:{line}: the entry {entry!r} begins without a noun: name the thing"
 
 

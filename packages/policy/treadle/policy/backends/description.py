@@ -54,7 +54,7 @@ def adapted_names(
     """Returns which matrices of a layer have an adapter, under the names of the files.
 
     Args:
-        fused: What the files have in one matrix, which then has one adapter, as in PEFT.
+        fused: Names that the files have in one matrix, which then has one adapter, as in PEFT.
 
     Raises:
         UnsupportedModelError: Only some of what is one matrix is to have an adapter.

@@ -45,8 +45,8 @@ class RankProgram:
 
     Attributes:
         number: Number of the rank, from 0.
-        command: What takes the place of `python -m treadle.policy.rank`, in another environment;
-            empty: nothing does.
+        command: Takes the place of `python -m treadle.policy.rank`, in another environment; empty:
+            nothing does.
         args: Arguments; `{host}` stands for the address at which the machine is reached.
     """
 

@@ -40,8 +40,8 @@ def load_settings(
     """Merges what describes an evaluation.
 
     Args:
-        source: What is evaluated. The configuration of a run comes first; the model
-            demo:calculator brings the demo's if there are no `files`.
+        source: The model or run that is evaluated. The configuration of a run comes first; the
+            model demo:calculator brings the demo's if there are no `files`.
         files: YAML files; later ones override earlier ones.
         overrides: `key=value` arguments; they override files.
         data: Data files, in place of the configuration's, read to their end unless there is a

@@ -49,7 +49,7 @@ def find_source(text: str, *, step: int | None = None) -> Source:
     Args:
         text: A model directory, a run directory, one of its checkpoints, the id of a model on the
             Hub, demo:NAME, or host:port. An existing path wins.
-        step: Of which checkpoint of a run; None: the latest one.
+        step: Step of a run's checkpoint; None: the latest one.
 
     Raises:
         SetupError: There is no such thing, or no such step.

@@ -83,7 +83,7 @@ def visible_devices(indices: Sequence[int], environment: Mapping[str, str]) -> d
     """Returns the variable that shows a child some of the GPUs that `environment` shows.
 
     Args:
-        indices: Of the GPUs, counted among those. Empty: the child sees what its parent does.
+        indices: Positions of the GPUs among those. Empty: the child sees what its parent does.
     """
     if not indices:
         return {}

@@ -127,7 +127,7 @@ class _Keeper:
 
         Args:
             host: Where the process listens; None: on the address of this node.
-            files: What it needs here and nobody else may read, by path.
+            files: Contents of files that it needs here and nobody else may read, by path.
         """
         import ray
 

@@ -30,7 +30,7 @@ def run_resuming(attempt: Callable[[Sequence[str]], T], *, run_dir: Path, max_fa
     Args:
         attempt: Runs from the latest checkpoint of `run_dir` to the end. It is given what was lost
             before, in order, and has ended every process that it started when it raises.
-        run_dir: Of the run; need not exist yet.
+        run_dir: Run directory, which need not exist yet.
         max_failures: Number of losses after which the run resumes, without a new checkpoint in
             between.
 
@@ -74,8 +74,8 @@ def loss_notes(losses: Sequence[str], *, after: int | None) -> Sequence[str]:
     """Returns what the notes of a run are to say of its losses.
 
     Args:
-        losses: What was lost, in order.
-        after: As `ResumePoint.after`. Without a checkpoint the notes of earlier losses are gone.
+        losses: Sentences about what was lost, in order.
+        after: See `ResumePoint.after`. Without a checkpoint the notes of earlier losses are gone.
     """
     told = losses if after == -1 else losses[-1:]
     return [f"the run resumed by itself, after {loss}" for loss in told]

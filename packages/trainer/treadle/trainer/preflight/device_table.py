@@ -22,8 +22,8 @@ class Block:
     """GPUs of a node, or the same of several nodes.
 
     Attributes:
-        ranks: Of the policy ranks on all of them, ascending.
-        servers: Of the rollout servers, ascending; one on GPUs of two blocks is in both.
+        ranks: Numbers of the policy ranks on all of them, ascending.
+        servers: Numbers of the rollout servers, ascending; one on GPUs of two blocks is in both.
         server_gpus: Number of GPUs of a server.
     """
 

@@ -159,7 +159,7 @@ class _ServerMemory:
 
     Attributes:
         completions: Number of completions at a time per copy of the model.
-        part: Of a GPU that the engine takes; None: what it needs.
+        part: Share of a GPU that the engine takes; None: what it needs.
     """
 
     weights: int

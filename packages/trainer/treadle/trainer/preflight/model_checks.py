@@ -94,7 +94,7 @@ def check_config_file(folder: Path, model_types: Collection[str]) -> None:
     """Rejects a config.json that cannot be read; nothing else of the model can be used then.
 
     Args:
-        model_types: Those of `BackendDescription`; transformers may know less about others.
+        model_types: Types that `BackendDescription` lists; transformers may know less about others.
 
     Raises:
         SetupError: It is no JSON object, or has a value of the wrong type.

@@ -32,7 +32,7 @@ class Server:
     """One running server.
 
     Attributes:
-        name: Of the replica; the same after a restart.
+        name: Name of the replica; the same after a restart.
         process: The program; None: someone else's.
         client: For control calls and weights.
         ended: Done when the server has ended, with what became of it.
@@ -54,7 +54,7 @@ class Routes:
     Attributes:
         serving: Addresses of the servers that take new sessions; all hold the present weights.
         draining: Addresses of those that keep the sessions they have.
-        weight_version: Of the present weights. No call may be sampled from older ones.
+        weight_version: Version of the present weights. No call may be sampled from older ones.
     """
 
     serving: tuple[str, ...]
@@ -69,7 +69,7 @@ class ServerRow:
     Attributes:
         address: host:port; empty where it is not known yet.
         state: starting, serving, draining or dead.
-        version: Of its weights; None: not known.
+        version: Version of its weights; None: not known.
         cause: Why it is dead; empty otherwise.
     """
 

@@ -49,8 +49,8 @@ class ServerStarter(Rotation):
             directory, and `sync_weights` is not called.
         weights_directory: Where the files of the file transport are; None: there are none.
         traces: Directory of the servers' spans, a file per server; None: they record none.
-        first_version: Of the weights that the run will give its servers first; 0: of the model
-            directory.
+        first_version: Version of the weights that the run will give its servers first; 0: of the
+            model directory.
     """
 
     _ASK_AGAIN_S: ClassVar[float] = 1.0

@@ -140,7 +140,7 @@ class TrainingContext:
 
         Args:
             phase: Decides how completions are sampled, and is named in the progress line.
-            tasks: Those of a row are adjacent.
+            tasks: Members of a row are adjacent.
 
         Raises:
             NoServerLeftError: No server is left.
@@ -351,7 +351,7 @@ class TrainingContext:
         """Makes the model that was saved a checkpoint, with the metrics of its step.
 
         Args:
-            groups: What a resume must know of groups that are sampled beside training.
+            groups: State that a resume needs of groups that are sampled beside training.
         """
         with self.record.phase("save"):
             await self.record.trajectory_store.flush()
@@ -366,7 +366,7 @@ def group_tasks(
 
     Args:
         order: Which rows each batch has.
-        number: Of the group, from 0 in the order of the data.
+        number: Number of the group, from 0 in the order of the data.
     """
     batch, place = number // order.batch_size + 1, number % order.batch_size
     row = train[order.batch(batch)[place]]

@@ -87,10 +87,10 @@ class StepBatch:
     """The sequences that a step trains on, with the counts of what was left out.
 
     Attributes:
-        sequences: Of the surviving groups, group by group.
+        sequences: Members of the surviving groups, group by group.
         members: The trajectories that are trained on; of those with several players, the sampled
             tokens of all have one entry in `advantages`.
-        advantages: Of each member, the mean over its sampled tokens.
+        advantages: One per member: the mean over its sampled tokens.
         num_groups: Number of groups before any was dropped.
         num_dropped_groups: Number of groups left out.
         num_failed: Number of trajectories that failed.
@@ -139,7 +139,7 @@ def groups_of(
     """Returns the groups of trajectories that are in the order of their tasks.
 
     Args:
-        trajectories: Those of a row are adjacent.
+        trajectories: Members of a row are adjacent.
         greedy: Reward of the greedy trajectory by the id of the row's tasks.
     """
     rewards = greedy or {}
@@ -163,7 +163,7 @@ class Survivors:
 
     Attributes:
         groups: All groups of the step.
-        sequences: Of the members of `kept`; their advantages are 0.
+        sequences: Members of `kept`; their advantages are 0.
     """
 
     groups: tuple[Group, ...]
@@ -245,7 +245,7 @@ def survivors_of(groups: Sequence[Group], estimator: FoundEstimator, *, version:
 
     Args:
         estimator: Decides how many survivors a group needs.
-        version: Of the policy's weights; tokens of older versions are marked stale.
+        version: Version of the policy's weights; tokens of older versions are marked stale.
 
     Raises:
         NoGroupLeftError: No group has enough survivors.

@@ -181,7 +181,7 @@ class RunRecord:
         """Keeps in files what this block samples.
 
         Args:
-            resume_after: As for `MetricsLog`; None begins new files.
+            resume_after: See `MetricsLog`; None begins new files.
 
         Raises:
             OSError: They cannot be written.
@@ -199,7 +199,7 @@ class RunRecord:
         """Logs some of the trajectories of a step; all of them wait for `trajectory_store.write`.
 
         Args:
-            batch: What the step trains on; None: nothing.
+            batch: The step's training batch; None: there is none.
         """
         limit = self._run.trajectories_per_step
         self.trajectory_log.append(

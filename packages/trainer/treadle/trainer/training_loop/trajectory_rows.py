@@ -54,13 +54,11 @@ def make_rows(
     """Yields the row of each trajectory.
 
     Args:
-        trajectories: What to make rows of.
         step: The step that they belong to; 0 before training.
-        phase: What they were sampled for.
         decode: For the text of the token spans.
-        spans: What was recorded while they were sampled; each row gets its own part.
-        batch: What the step trains on; None: nothing.
-        tokens: What the policy's update computed of the batch; None: there was no update.
+        spans: Spans recorded while they were sampled; each row gets its own part.
+        batch: The step's training batch; None: there is none.
+        tokens: Numbers that the policy's update computed of the batch; None: there was no update.
     """
     traces = spans_by_trajectory(spans)
     values: dict[int, list[_Values]] = {}

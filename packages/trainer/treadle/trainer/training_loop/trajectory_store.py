@@ -64,7 +64,7 @@ class TrajectoryStore:
     Args:
         decode: For the text of the token spans.
         max_bytes: The budget. The file that reaches it is still written whole.
-        resume_after: As for `MetricsLog`: files of later steps are removed; None: all are.
+        resume_after: See `MetricsLog`: files of later steps are removed; None: all are.
     """
 
     def __init__(
@@ -98,10 +98,9 @@ class TrajectoryStore:
 
         Args:
             step: The step; 0 before training.
-            phase: What they were sampled for.
             limit: Once the budget is spent, `choose` picks groups by it.
-            spans: What was recorded while they were sampled.
-            batch: What the step trains on; None: nothing.
+            spans: Spans recorded while they were sampled.
+            batch: The step's training batch; None: there is none.
 
         Returns:
             What to say when trajectories are left out for the first time.
@@ -132,7 +131,8 @@ class TrajectoryStore:
         """Begins to write what is held, when the file before it is written.
 
         Args:
-            tokens: What the update computed of each token of the batch; None: there was none.
+            tokens: Numbers that the update computed of each token of the batch; None: there was
+                none.
 
         Raises:
             OSError: The file before it could not be written.

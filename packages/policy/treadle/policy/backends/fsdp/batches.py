@@ -27,7 +27,7 @@ class MicroBatch(MicroBatchTokens):
     """The input of one forward pass on one rank.
 
     Attributes:
-        lengths: Of the packed sequences, the longest first; none where each row is one sequence.
+        lengths: Packed sequences' lengths, the longest first; none where each row is one sequence.
         predictors_T: The position that predicts each loss token, counted over all rows.
         is_blank: Whether it only lets this rank take part in the others' communication.
     """

@@ -30,7 +30,7 @@ def save(tensors: Mapping[str, Tensor], identity: Any, directory: Path, *, step:
     """Writes a checkpoint; collective.
 
     Args:
-        identity: What the policy that reads it must have too, as JSON has it.
+        identity: Facts that the policy that reads it must share, as JSON has them.
         directory: Made by this call, on a file system that all ranks see.
 
     Raises:

@@ -44,7 +44,7 @@ class FsdpModel(ModelShape):
 
     Attributes:
         ffn_size: Columns of the feed-forward part, of all experts that a token goes to.
-        shapes: Of the tensors in the folder's files, by name; empty where there are none.
+        shapes: Shape of each tensor in the folder's files, by name; empty where there are none.
     """
 
     ffn_size: int

@@ -28,7 +28,7 @@ class Planner:
     """The plan of each batch on one rank.
 
     Attributes:
-        share_prefixes: As in the configuration; may be changed between steps.
+        share_prefixes: The configured mode; may be changed between steps.
     """
 
     def __init__(

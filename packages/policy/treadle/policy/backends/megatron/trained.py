@@ -67,7 +67,7 @@ class TrainedModel:
         """Returns what is computed for the loss tokens of a batch, [L] of each sequence.
 
         Args:
-            net: What the pipeline runs, without a gradient.
+            net: Module that the pipeline runs, without a gradient.
             compute: Makes the [T] values of a micro-batch and the last stage's hidden states.
         """
         packer = micro_batches.packer

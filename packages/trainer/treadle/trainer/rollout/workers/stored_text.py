@@ -25,7 +25,7 @@ class StoredText:
     Attributes:
         messages: The column of this name: JSON.
         response: The column of this name.
-        spans: Of each sample, the text of all its N spans and where each begins in it, [N + 1].
+        spans: For each sample, the text of all its N spans and where each begins in it, [N + 1].
     """
 
     messages: bytes

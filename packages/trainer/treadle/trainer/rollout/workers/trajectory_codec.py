@@ -116,7 +116,7 @@ class PackedMessages(MessageSource):
     """Messages as they came.
 
     Args:
-        given: Those that the task began with, which come first.
+        given: Messages that the task began with, which come first.
         packed: The others, and the text for the trajectory files if the worker has made it: a
             `Conversation`, compressed, since the text says most of what the messages say.
         images: Have the numbers in `packed`.
@@ -204,7 +204,7 @@ def read_task(packed: pb.AgentTask, images: Sequence[Image]) -> AgentTask:
     """Returns the task that was packed.
 
     Args:
-        images: Of its message, by their numbers.
+        images: Images of its message, by their numbers.
     """
     return AgentTask(
         task_id=from_wire(packed.task_id),
@@ -223,8 +223,8 @@ def pack_trajectory(
     """Returns a trajectory for `read_trajectory`; one that failed where it cannot be packed.
 
     Args:
-        task: As it was given, which the reader has.
-        text: What the trajectory files say of it; None: the driver makes that, if it needs it.
+        task: The task that was given, which the reader has.
+        text: Text for the trajectory files; None: the driver makes that, if it needs it.
     """
     try:
         return write_trajectory(trajectory, task, text)

@@ -66,7 +66,7 @@ class ExpertRouter(TopKRouter):
 
         Args:
             normalised: Whether the weights of a token's experts add up to 1.
-            **given: What this version of Megatron gives its own router besides.
+            **given: Arguments that this version of Megatron gives its own router besides.
         """
         super().__init__(config=config, **given)
         self.told = Routing()
