@@ -175,6 +175,11 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
     def close(self) -> None:
         """See `PolicyBackend.close`; frees the model, which holds the groups and their threads."""
         self.world.close()
+        # A dispatcher of tokens keeps the graph of its last ones, and that the hooks of parameters:
+        # a cycle through C++, which Python does not collect.
+        for module in self._model.modules():
+            if hasattr(module, "token_dispatcher"):
+                module.token_dispatcher = None
         del self._model, self._net, self._optimizer, self._offload, self._reference
 
     def _copied(self, parameter: Tensor) -> Tensor:
