@@ -64,7 +64,7 @@ _MODEL_TYPES = (*_TEXT_TYPES, *_VISION_TYPES)
 _PUBLISHED = {
     "qwen2_5_vl": (("model.language_model.", "model."), ("model.visual.", "visual.")),
 }
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "proportional", "yarn")
 
 _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.items()}
 
