@@ -161,12 +161,17 @@ class LossBatch:
         return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
 
 
-def to_compute(sequences: Sequence[TrainSequence], loss: LossFn) -> list[int]:
-    """Returns which sequences go through the model: others have no gradient to give."""
+def to_compute(sequences: Sequence[TrainSequence], loss: LossFn | None = None) -> list[int]:
+    """Returns which sequences go through the model: those with loss tokens.
+
+    Args:
+        loss: Leaves out sequences to which it gives no gradient; None leaves out none.
+    """
+    needs_gradient = loss is not None and loss.zero_without_advantage
     return [
         index
         for index, sequence in enumerate(sequences)
-        if sequence.num_loss_tokens and (has_gradient(sequence) or not loss.zero_without_advantage)
+        if sequence.num_loss_tokens and (has_gradient(sequence) or not needs_gradient)
     ]
 
 

@@ -36,5 +36,5 @@ RankCause = Literal[
     "memory",
     "start",
 ]
-"""What the time of a rank goes to; `rank_time.py` describes each."""
+"""Parts of a rank's time; `rank_time.py` describes each."""
 CAUSES: Final[tuple[RankCause, ...]] = get_args(RankCause)

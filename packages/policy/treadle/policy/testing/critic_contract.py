@@ -61,7 +61,7 @@ def with_targets(
 
 
 def learn(critic: CriticBackend, steps: int) -> list[StepStats]:
-    """Teaches a critic, each step on a batch of its own."""
+    """Trains a critic on a new batch in each step."""
     results = []
     for _ in range(steps):
         batch = sequences(LENGTHS, seed=critic.step)

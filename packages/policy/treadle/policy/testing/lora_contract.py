@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from treadle.policy.algorithms.choose_loss import policy_loss
-from treadle.policy.backend import CheckpointError, PolicyBackend, Rendezvous
+from treadle.policy.backend import CheckpointError, Rendezvous
 from treadle.policy.backends import registry
 from treadle.policy.backends.adapter import AdapterError
-from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import (
     TARGETS,
     LoraConfig,
@@ -28,9 +26,9 @@ from treadle.policy.config.policy import (
 )
 from treadle.policy.testing.contract_base import ContractBase, OpenPolicy
 from treadle.policy.testing.ranks import RankTask, run_ranks
+from treadle.policy.testing.state_contract import LOSS, go_on
 from treadle.policy.testing.tiny import sequences
 
-LOSS = policy_loss(AlgorithmConfig())
 # With eps = 1 parameters compare as gradients do: see LINEAR in testing/contract_base.py.
 LINEAR = OptimizerConfig(lr=0.05, eps=1.0, grad_clip=2.0)
 RANK, ALPHA = 4, 6.0
@@ -84,12 +82,6 @@ def logp(model: Any, weights: Mapping[str, Tensor], ids: Sequence[int]) -> Tenso
     logits = output.logits[0, :-1].log_softmax(-1)
     values: Tensor = logits.gather(-1, inputs[0, 1:, None])[:, 0]
     return values
-
-
-def go_on(policy: PolicyBackend, steps: int) -> list[tuple[float, ...]]:
-    """Takes steps, each on a batch of its own; returns their figures."""
-    stats = [policy.train_step(sequences(seed=policy.step), LOSS) for _ in range(steps)]
-    return [(s.step, s.loss, s.grad_norm) for s in stats]
 
 
 def train(

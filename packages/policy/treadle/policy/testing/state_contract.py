@@ -1,7 +1,5 @@
 """The part of the policy contract about what is written and read: checkpoints and model folders."""
 
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from treadle.agent_loop import FloatArray
 from treadle.policy.algorithms.choose_loss import policy_loss
 from treadle.policy.backend import CheckpointError, CriticBackend, PolicyBackend
-from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.critic import CriticConfig, CriticOptimizerConfig
 from treadle.policy.config.policy import OptimizerConfig
 from treadle.policy.testing.contract_base import ContractBase, OpenPolicy
+from treadle.policy.testing.critic_contract import LENGTHS, learn
 from treadle.policy.testing.tiny import sequences
 
 # Adam's second moment and the schedule both matter to the steps after loading.
@@ -26,30 +23,17 @@ SETTINGS: dict[str, Any] = {
 }
 LOSS = policy_loss(AlgorithmConfig())
 CRITIC = CriticConfig(optimizer=CriticOptimizerConfig(lr=1e-3, eps=1e-3))
-LENGTHS = (18, 41, 9, 64, 33)
 
 
 def go_on(policy: PolicyBackend, steps: int) -> list[tuple[float, ...]]:
-    """Takes steps, each on a batch of its own; returns their figures."""
+    """Trains on a new batch in each step; returns the figures of each step."""
     stats = [policy.train_step(sequences(seed=policy.step), LOSS) for _ in range(steps)]
     return [(s.step, s.learning_rate, s.loss, s.grad_norm) for s in stats]
 
 
-def learn(critic: CriticBackend, steps: int) -> list[tuple[float, ...]]:
-    """Teaches a critic, each step on a batch of its own; returns the steps' figures."""
-    figures: list[tuple[float, ...]] = []
-    for _ in range(steps):
-        batch = sequences(LENGTHS, seed=critic.step)
-        stats = critic.train_step(_with_targets(batch, critic.values(batch)))
-        figures.append((stats.step, stats.loss, stats.grad_norm))
-    return figures
-
-
-def _with_targets(
-    batch: Sequence[TrainSequence], values: Sequence[FloatArray]
-) -> list[TrainSequence]:
-    returns = [FloatArray(0.1 * (t % 7) for t in range(len(s.ids))) for s in batch]
-    return [replace(s, values=v, returns=r) for s, v, r in zip(batch, values, returns, strict=True)]
+def learned(critic: CriticBackend, steps: int) -> list[tuple[float, ...]]:
+    """Trains a critic; returns the figures of each step."""
+    return [(s.step, s.loss, s.grad_norm) for s in learn(critic, steps)]
 
 
 class StateContract(ContractBase):
@@ -129,14 +113,14 @@ class StateContract(ContractBase):
         self.needs("critic")
         policy = open_policy(folder, dtype=dtype)
         critic = policy.make_critic(CRITIC)
-        learn(critic, 2)
+        learned(critic, 2)
         critic.save(tmp_path / "critic")
         policy.save(tmp_path / "policy")
-        want = learn(critic, 2)
+        want = learned(critic, 2)
         critic = open_policy(folder, dtype=dtype).make_critic(CRITIC)
         critic.load(tmp_path / "critic")
         assert critic.step == 2
-        assert learn(critic, 2) == want
+        assert learned(critic, 2) == want
         with pytest.raises(CheckpointError):
             critic.load(tmp_path / "policy")
 
@@ -149,12 +133,12 @@ class StateContract(ContractBase):
         batch = sequences(LENGTHS)
         with pytest.raises(ValueError, match="5 of 5 sequences have no values"):
             critic.train_step(batch)
-        learn(critic, 1)
+        learned(critic, 1)
         values, logprobs = critic.values(batch), policy.logprobs(batch)
         policy.train_step(batch, LOSS)
         assert critic.values(batch) == values
         assert policy.logprobs(batch) != logprobs
         logprobs = policy.logprobs(batch)
-        learn(critic, 1)
+        learned(critic, 1)
         assert policy.logprobs(batch) == logprobs
         assert critic.values(batch) != values

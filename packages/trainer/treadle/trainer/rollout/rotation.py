@@ -111,10 +111,10 @@ class Rotation:
         self._news = asyncio.Event()  # a server ended or has started
 
     def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
-        """Tells a listener the routes, now and after each change; returns what ends that.
+        """Calls a listener with the routes, now and after each change; returns what removes it.
 
-        It is called on the pool's event loop and must not wait. A new address is told only after
-        its server has the present weights.
+        It is called on the pool's event loop and must not wait. A new address is in the routes only
+        after its server has the present weights.
         """
         self._listeners.append(listener)
         listener(self.routes)
@@ -192,7 +192,7 @@ class Rotation:
         return any(ended) or any(task.done() for task in self._starting.values())
 
     def _end_told_by(self, client: WeightSyncClient, info: GetServerInfoResponse) -> str:
-        """Returns what became of a server by its own word; empty if it serves."""
+        """Returns why the server considers itself lost, or "" if it is serving."""
         if info.state == SERVER_STATE_FAILED:
             return "lost its engine"
         expected = {self._weight_version, self._next_version}

@@ -12,7 +12,7 @@ from treadle.policy.backends.fsdp.batches import Batch
 from treadle.policy.backends.fsdp.net import ValueNet, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer
 from treadle.policy.backends.fsdp.trained import TrainedNet
-from treadle.policy.backends.loss_batch import ValueLoss
+from treadle.policy.backends.loss_batch import ValueLoss, to_compute
 from treadle.policy.backends.ranks import device
 from treadle.policy.client.batch import token_weights
 
@@ -54,7 +54,7 @@ class FsdpCritic(TrainedNet, CriticBackend):
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = Batch(sequences, of_tokens, at=device(), packs=self._net.packs)
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        computed = to_compute(sequences)
         loss = ValueLoss(batch, computed, clip=self._clip)
         count = self.accumulate(batch, computed, loss)
         applied = self.optimizer_step()

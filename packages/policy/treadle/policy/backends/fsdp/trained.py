@@ -18,6 +18,7 @@ from treadle.policy.backends.fsdp import checkpoint, weights
 from treadle.policy.backends.fsdp.attention import packed
 from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
+from treadle.policy.backends.loss_batch import to_compute
 from treadle.policy.backends.ranks import device
 from treadle.policy.client.types import OffloadReport, OptimizerStats
 from treadle.policy.rank_time import spent_on
@@ -51,7 +52,7 @@ class TrainedNet:
         """Returns what a model gives first of the loss tokens of a batch, [L] of each sequence."""
         batch = Batch(sequences, [0.0] * len(sequences), at=device(), packs=net.packs)
         values_M = torch.zeros(batch.num_loss_tokens, device=device())
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        computed = to_compute(sequences)
         for micro in self.micro_batches(batch, computed):
             with packed(micro.lengths):
                 values_T, *_ = net(micro, *settings)

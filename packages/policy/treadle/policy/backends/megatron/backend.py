@@ -210,7 +210,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         temperature: float,
     ) -> list[FloatArray]:
         """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        computed = to_compute(sequences)
         micro_batches = self._plan(sequences, [0.0] * len(sequences), computed, model)
         return self.evaluate(
             net,

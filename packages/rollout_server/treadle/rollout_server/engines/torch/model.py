@@ -45,7 +45,7 @@ from treadle.rollout_server.engines.torch.vision import ImageEncoder, VisionInpu
 from treadle.rollout_server.model_files import read_model
 
 _VISION_TYPES = ("qwen2_5_vl", "qwen3_vl")
-# Those that the Megatron backend of the policy trains (docs/models.md).
+# The types that the Megatron backend of the policy trains (docs/models.md).
 _TEXT_TYPES = (
     "llama",
     "mistral",

@@ -101,7 +101,7 @@ def stored_views(model: Any) -> dict[str, torch.Tensor]:
     They are found by the numbers of their elements, of one layer after another.
 
     Raises:
-        ValueError: A tensor of a checkpoint is no such part.
+        ValueError: A tensor of the checkpoint is not a contiguous part.
     """
     stored = model.state_dict(keep_vars=True)
     tensors = dict(model.named_parameters())

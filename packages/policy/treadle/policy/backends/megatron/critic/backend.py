@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from treadle.policy.backend import step_stats
+from treadle.policy.backend import CriticBackend, step_stats
 from treadle.policy.backends.hf_weights import WeightsReader
-from treadle.policy.backends.loss_batch import ValueLoss
+from treadle.policy.backends.loss_batch import ValueLoss, to_compute
 from treadle.policy.backends.megatron import checkpoint, pipeline, weights
 from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from treadle.policy.config.policy import PolicyConfig
 
 
-class MegatronCritic(TrainedModel):
+class MegatronCritic(TrainedModel, CriticBackend):
     """The critic on one rank, beside the policy."""
 
     def __init__(
@@ -86,13 +86,9 @@ class MegatronCritic(TrainedModel):
 
     @torch.no_grad()
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
-        """Returns the value of the state before each loss token, 0.0 elsewhere.
-
-        Returns:
-            One [L] array per sequence, the same on every rank.
-        """
+        """See `CriticBackend.values`."""
         self._offload.restore("parameters")
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        computed = to_compute(sequences)
         micro_batches = self._plan(sequences, [0.0] * len(sequences), computed)
         return self.evaluate(self._net, micro_batches, self._values)
 
@@ -103,14 +99,10 @@ class MegatronCritic(TrainedModel):
         aggregation: LossAggregation = "token-mean",
         aggregation_length: int | None = None,
     ) -> StepStats:
-        """Takes one optimizer step on the value loss of all sequences.
-
-        Raises:
-            ValueError: No sequence has a loss token, or one has no values or no returns.
-        """
+        """See `CriticBackend.train_step`."""
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        computed = [i for i, s in enumerate(sequences) if s.num_loss_tokens]
+        computed = to_compute(sequences)
         micro_batches = self._plan(sequences, of_tokens, computed)
         packer, speaks = micro_batches.packer, self.world.speaks
         loss = ValueLoss(packer, computed, clip=self._config.clip_value, speaks=speaks)
