@@ -8,6 +8,7 @@ from treadle.policy.backends.fsdp.model_types import REFUSED as REFUSED_BY_FSDP
 from treadle.policy.backends.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
 from treadle.trainer.config.keys import all_leaves, all_sections
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS
+from treadle.trainer.data.row import completed
 from treadle.trainer.demo import MODELS
 
 ROOT = Path(__file__).parents[2]
@@ -23,8 +24,16 @@ def table(page: str, heading: str) -> list[list[str]]:
 
 
 def test_the_required_columns_of_a_row_are_written() -> None:
-    rows = table("rows.md", "column")
-    assert {row[0].strip("`") for row in rows if row[2] == "yes"} == set(REQUIRED_COLUMNS)
+    rows = {row[0].strip("`"): row[2] for row in table("rows.md", "column")}
+    given = completed({"prompt": "Hi."}, Path("game.jsonl"))
+    assert given == {
+        "prompt": [{"role": "user", "content": "Hi."}],
+        "data_source": "game",
+        "reward_model": {},
+    }
+    assert {name for name, required in rows.items() if required == "yes"} == {"prompt"}
+    for name in set(REQUIRED_COLUMNS) - {"prompt"}:
+        assert rows[name].startswith("no: ")
 
 
 def test_the_architectures_that_can_be_trained_are_written() -> None:

@@ -54,6 +54,11 @@ def _train(run_dir: Path, files: Sequence[str], *settings: str) -> tuple[Record,
     return records
 
 
+def test_a_task_in_one_file(tmp_path: Path) -> None:
+    records = _train(tmp_path / "run", ["one_file/shop.yaml"])
+    assert all(record["reward/calls"] > 0 for record in records)
+
+
 def _of_the_hub(folder: Path, row: Mapping[str, object], count: int) -> Path:
     """Writes questions in the form and under the names that the Hub has them."""
     (folder / "main").mkdir(parents=True)

@@ -39,7 +39,7 @@ from treadle.agent_loop.generator import RequestContext, TokenGenerator
 from treadle.agent_loop.import_path import cannot_load, load_import_path
 from treadle.agent_loop.loops.conversation import Conversation, Turn
 from treadle.agent_loop.loops.limits import LoopLimits
-from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Score, Services, scores_itself
+from treadle.agent_loop.loops.loop import AgentLoop, RewardFn, Services, scores_itself
 from treadle.agent_loop.loops.registry import (
     LOOP_ENTRY_POINTS,
     SINGLE_TURN_AGENT,
@@ -71,6 +71,7 @@ from treadle.agent_loop.tokens.renderer import (
     Rendering,
 )
 from treadle.agent_loop.tokens.transcript import Origin, Span, SpanTable, Tokens, Transcript
+from treadle.agent_loop.tools.class_tools import MethodTool, class_tools
 from treadle.agent_loop.tools.function_tool import FunctionTool, ToolFunction, function_tool
 from treadle.agent_loop.tools.interaction import (
     Interaction,
@@ -88,6 +89,7 @@ from treadle.agent_loop.trajectory import (
     Finding,
     MessageSource,
     SampleReward,
+    Score,
     Trajectory,
 )
 from treadle.agent_loop.types import (
@@ -156,6 +158,7 @@ __all__ = [
     "MalformedCall",
     "Message",
     "MessageSource",
+    "MethodTool",
     "NoReplica",
     "OnMalformedCall",
     "Origin",
@@ -222,6 +225,7 @@ __all__ = [
     "boundary",
     "cannot_load",
     "check_metric_rules",
+    "class_tools",
     "default_loops",
     "derive_seed",
     "function_tool",

@@ -13,9 +13,10 @@ player's in the group's other trajectories.
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from numbers import Real
+from typing import Any, ClassVar, Self, cast
 
 from treadle.agent_loop.errors import RolloutError
 from treadle.agent_loop.tokens.late_field import FieldSource, LateField
@@ -40,6 +41,54 @@ def check_reward(reward: float) -> None:
         raise ValueError(
             f"the reward is {reward}; it must be between {-_MAX_REWARD:g} and {_MAX_REWARD:g}"
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward with metrics.
+
+    Attributes:
+        value: The reward; a number of at most 1e100 in magnitude.
+        answer: The trajectory's answer as the reward read it; validation counts equal texts as
+            votes. None if it gave none, or the reward reads none.
+
+    Raises:
+        ValueError: The value is no such number.
+    """
+
+    value: float
+    metrics: tuple[Metric, ...] = ()
+    answer: str | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.value, Real):
+            raise ValueError(f"the reward is {self.value!r}; it must be a finite number")
+        check_reward(float(self.value))
+
+    @classmethod
+    def of(cls, result: object) -> "Score":
+        """Converts what a reward function returned to a score.
+
+        Args:
+            result: A score, a number, or as in verl a mapping with "score": its other numbers
+                become metrics `reward/<key>`, and the text under "pred" is the answer.
+
+        Raises:
+            ValueError: It is none of these, or its number is not finite.
+        """
+        if not isinstance(result, Mapping):
+            return result if isinstance(result, Score) else cls(value=cast(float, result))
+        if "score" not in result:
+            has = ", ".join(map(str, result)) or "nothing"
+            raise ValueError(f'the mapping has no "score"; it has: {has}')
+        score, pred = cls.of(result["score"]), result.get("pred")
+        metrics = tuple(
+            Metric(f"reward/{key}", float(value))
+            for key, value in result.items()
+            if key != "score" and isinstance(value, Real) and math.isfinite(value)
+        )
+        answer = pred if isinstance(pred, str) else score.answer
+        return replace(score, metrics=(*score.metrics, *metrics), answer=answer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

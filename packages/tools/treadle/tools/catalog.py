@@ -15,15 +15,18 @@ ignored. A tool's own settings are checked by the tool. Reading happens once, at
         config: {type: mcp, rate_limit: 120}
         mcp: {mcp_servers_config_path: servers.json, tool_selected_list: [search]}
 
-`class_name` is a class of this package, verl's name of the same tool, or the dotted path of
-your own class. In place of a catalogue stands a Python file with functions under `@function_tool`
-(verl's `function_tool_path`): all of them are tools. A class is called as
-`Class(config=..., spec=...)`, without `spec` where `tool_schema` is left out, and gives a
-`treadle.agent_loop.Tool`.
+`class_name` is a class of this package, verl's name of the same tool, or your own class as
+`file.py:Class` or its dotted path. A class with a `spec` and `open` is called with those of
+`config=..., spec=...` that it takes, and gives a `treadle.agent_loop.Tool`. Of another class every
+typed public method is a tool (`class_tools`), and `config` has arguments of its constructor.
+
+In place of a catalogue stands `file.py:Class`, or a Python file with functions under
+`@function_tool` (verl's `function_tool_path`): all of them are tools.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -35,6 +38,7 @@ from treadle.agent_loop import (
     SetupError,
     Tool,
     ToolSpec,
+    class_tools,
     function_tool,
     load_import_path,
 )
@@ -64,7 +68,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     """Reads the tools of a catalogue.
 
     Args:
-        path: The YAML file, or a Python file with tools.
+        path: The YAML file, a Python file with tools, or `file.py:Class`.
 
     Returns:
         The name that the model calls to the tool, in the order of the file.
@@ -74,6 +78,8 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
             type, names a class that cannot be loaded or refuses its settings, or two tools have
             one name. The message says where in the file, one line for each tool.
     """
+    if ".py:" in path.name:
+        return MappingProxyType({tool.spec.name: tool for tool in _own(str(path), str(path), None)})
     if path.suffix == ".py":
         functions = _functions_of(path)
         return MappingProxyType(
@@ -136,7 +142,7 @@ def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
     """Returns the tools of one entry: one, or those of MCP servers."""
     keys = mapping(entry, where)
     if "function" in keys:
-        return [_function(keys, where, base)]
+        return _function(keys, where, base)
     fields = section(
         entry, where, required=("class_name",), optional=("config", "tool_schema", "mcp")
     )
@@ -148,38 +154,76 @@ def _tools(entry: object, where: str, base: Path) -> Sequence[Tool]:
         raise SetupError(f"{where}.config.type must be native or mcp, got {kind!r}")
     if "mcp" in fields:
         raise SetupError(f"{where}.mcp is for tools with config.type mcp")
-    return [_native(fields, settings, where)]
+    return _native(fields, settings, where, base)
 
 
-def _native(fields: Mapping[str, object], settings: Mapping[str, object], where: str) -> Tool:
+def _native(
+    fields: Mapping[str, object], settings: Mapping[str, object], where: str, base: Path
+) -> Sequence[Tool]:
     arguments: dict[str, object] = {"config": settings}
     if "tool_schema" in fields:
         arguments["spec"] = tool_spec(fields["tool_schema"], f"{where}.tool_schema")
     factory = load_class(
-        string(fields["class_name"], f"{where}.class_name"), where, verl=VERL_CLASSES, kind="tool"
+        string(fields["class_name"], f"{where}.class_name"),
+        where,
+        verl=VERL_CLASSES,
+        kind="tool",
+        base=base,
     )
+    return _of_class(factory, arguments, where)
+
+
+def _of_class(factory: type, arguments: Mapping[str, object], where: str) -> Sequence[Tool]:
+    """Returns what a class is: one tool, or its methods as tools.
+
+    Args:
+        arguments: `config`, and `spec` where the catalogue has one.
+    """
     try:
-        tool = factory(**arguments)
+        if not hasattr(factory, "open"):
+            if "spec" in arguments:
+                raise TypeError(f"tool_schema is for a class with `open`: {factory.__qualname__}")
+            settings = cast(Mapping[str, object], arguments["config"])
+            return list(class_tools(factory, settings).values())
+        taken = inspect.signature(factory).parameters
+        every = any(each.kind is each.VAR_KEYWORD for each in taken.values())
+        # What says nothing is left out where a class has no place for it.
+        given = {k: v for k, v in arguments.items() if v or k != "config" or every or k in taken}
+        tool = factory(**given)
     except (SetupError, TypeError, ValueError) as error:
         raise SetupError(f"{where}: {error}") from error
-    if not isinstance(getattr(tool, "spec", None), ToolSpec) or not hasattr(tool, "open"):
+    if not _is_tool(tool):
         raise SetupError(
             f"{where}: {factory.__qualname__} is not a tool: it needs a ToolSpec `spec` and `open`"
         )
-    return cast(Tool, tool)
+    return [cast(Tool, tool)]
 
 
-def _function(fields: Mapping[str, object], where: str, base: Path) -> Tool:
+def _is_tool(value: object) -> bool:
+    return isinstance(getattr(value, "spec", None), ToolSpec) and hasattr(value, "open")
+
+
+def _function(fields: Mapping[str, object], where: str, base: Path) -> Sequence[Tool]:
     section(fields, where, required=("function",))
     reference = string(fields["function"], f"{where}.function")
+    return _own(reference, f"{where}.function", base)
+
+
+def _own(reference: str, where: str, base: Path | None) -> Sequence[Tool]:
+    """Returns the tools of your own code: those of a class, a tool, or a function."""
     load = partial(_load_function, reference, base)
     try:
-        return isolated(load(), load)
+        found = load_import_path(reference, "tool", base=base)
+        if isinstance(found, type):
+            return _of_class(found, {"config": {}}, where)
+        if _is_tool(found) and not isinstance(found, FunctionTool):
+            return [cast(Tool, found)]
+        return [isolated(load(), load)]
     except (SetupError, TypeError, ValueError) as error:
-        raise SetupError(f"{where}.function: {error}") from error
+        raise SetupError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from error
 
 
-def _load_function(reference: str, base: Path) -> FunctionTool:
+def _load_function(reference: str, base: Path | None) -> FunctionTool:
     function = load_import_path(reference, "tool", base=base)
     if isinstance(function, FunctionTool):
         return function

@@ -94,7 +94,7 @@ def test_a_class_of_the_users_own_gets_its_settings(
     with pytest.raises(SetupError, match=r"tools\[0\]: limit must be at most 9"):
         load_catalogue(catalogue)
     catalogue.write_text("tools:\n  - class_name: my_tools.NoTool\n")
-    with pytest.raises(SetupError, match="NoTool is not a tool"):
+    with pytest.raises(SetupError, match="NoTool has no public method: each one, with types"):
         load_catalogue(catalogue)
 
 
@@ -115,7 +115,7 @@ def test_every_alias_of_verl_leads_to_a_tool(catalogue: Path) -> None:
         ("tools: [{config: {}}]", r"tools\[0\]: class_name missing"),
         ("tools: [{clas_name: a}]", r"tools\[0\]: unknown key 'clas_name', did you mean"),
         ("tools: [{class_name: 3}]", "class_name must be a non-empty string, got 3"),
-        ("tools: [{class_name: Calculator}]", "not of the form package.module.Class"),
+        ("tools: [{class_name: Calculator}]", "neither package.module.Class nor file.py:Class"),
         ("tools: [{class_name: no_such.Tool}]", "cannot import no_such"),
         (
             "tools: [{class_name: treadle.tools.calculator.CalculatorTol}]",

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import yaml
 
-from treadle.agent_loop import SetupError
+from treadle.agent_loop import SetupError, load_import_path
 from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.interpolation import InterpolationError, resolve
 
@@ -62,11 +62,14 @@ def _value_at(document: object, place: str) -> object:
     return document
 
 
-def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> type:
-    """Returns the class that a dotted path names.
+def load_class(
+    name: str, where: str, *, verl: Mapping[str, str], kind: str, base: Path | None = None
+) -> type:
+    """Returns the class that a path names.
 
     Args:
-        name: `package.module.Class`, or verl's name of a class that exists here.
+        name: `package.module.Class`, `file.py:Class`, or verl's name of a class that exists here.
+        base: The folder that the path of a file starts from.
         kind: The kind of object that the class makes, as "tool".
 
     Raises:
@@ -78,14 +81,24 @@ def load_class(name: str, where: str, *, verl: Mapping[str, str], kind: str) -> 
             f"{where}: {name} is {_article(kind)} {kind} of verl that does not exist here; of "
             f"verl's {kind}s there are: {', '.join(sorted(verl))}"
         )
+    if ":" in target:
+        own = load_import_path(target, kind, base=base)
+        if not isinstance(own, type):
+            raise SetupError(f"{where}: {name} is not a class")
+        return own
     module_name, _, class_name = target.rpartition(".")
     if not module_name:
-        raise SetupError(f"{where}: class_name {name!r} is not of the form package.module.Class")
+        raise SetupError(
+            f"{where}: class_name {name!r} is neither package.module.Class nor file.py:Class"
+        )
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a border: a module of the user's may raise anything
         reason = f"{type(error).__name__}: {error}"
-        raise SetupError(f"{where}: cannot import {module_name}: {reason}") from error
+        raise SetupError(
+            f"{where}: cannot import {module_name}: {reason}; code of your own is named by its "
+            f"file, as path/to/file.py:{class_name}"
+        ) from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type):
         near = did_you_mean(class_name, [k for k, v in vars(module).items() if isinstance(v, type)])

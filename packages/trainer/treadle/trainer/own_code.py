@@ -15,6 +15,7 @@ from treadle.agent_loop import (
     Tool,
     ToolFunction,
     ToolSpec,
+    class_tools,
     function_tool,
 )
 from treadle.tools import rewards
@@ -97,22 +98,25 @@ def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
 def _tools(given: Sequence[Tool | ToolFunction]) -> Mapping[str, Tool]:
     tools: dict[str, Tool] = {}
     for each in given:
-        described = isinstance(getattr(each, "spec", None), ToolSpec)
-        tool = cast(Tool, each) if described else _function_tool(each)
-        if tool.spec.name in tools:
-            raise SetupError(f"train got two tools with the name {tool.spec.name!r}: rename one")
-        tools[tool.spec.name] = tool
+        described = isinstance(getattr(each, "spec", None), ToolSpec) and not isinstance(each, type)
+        for tool in [cast(Tool, each)] if described else _described(each):
+            if tool.spec.name in tools:
+                name = tool.spec.name
+                raise SetupError(f"train got two tools with the name {name!r}: rename one")
+            tools[tool.spec.name] = tool
     return tools
 
 
-def _function_tool(function: object) -> Tool:
+def _described(function: object) -> Sequence[Tool]:
     if not callable(function):
         raise SetupError(
-            f"train got the tool {function!r}; a tool is a typed function with a docstring, or an "
-            "object with a ToolSpec `spec` and `open`"
+            f"train got the tool {function!r}; a tool is a typed function with a docstring, a "
+            "class of such methods, or an object with a ToolSpec `spec` and `open`"
         )
     try:
-        return function_tool(function)
+        if isinstance(function, type):
+            return list(class_tools(function).values())
+        return [function_tool(function)]
     except TypeError as error:
         raise SetupError(f"train got a tool that cannot be described: {error}") from error
 

@@ -11,8 +11,7 @@ context manager; see `AgentLoop`.
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from numbers import Real
-from typing import Protocol, TypeAlias, cast
+from typing import Protocol, TypeAlias
 
 from treadle.agent_loop.generator import TokenGenerator
 from treadle.agent_loop.loops.limits import LoopLimits
@@ -20,42 +19,8 @@ from treadle.agent_loop.runner.watchdog import Pulse
 from treadle.agent_loop.tokens.renderer import ChatRenderer
 from treadle.agent_loop.tools.interaction import Interaction
 from treadle.agent_loop.tools.tool import Tool
-from treadle.agent_loop.trajectory import Trajectory, check_reward
+from treadle.agent_loop.trajectory import Score, Trajectory
 from treadle.agent_loop.types import AgentTask, SamplingParams
-from treadle.tracing import Metric
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Score:
-    """A reward with metrics.
-
-    Attributes:
-        value: The reward; a number of at most 1e100 in magnitude.
-        answer: The trajectory's answer as the reward read it; validation counts equal texts as
-            votes. None if it gave none, or the reward reads none.
-
-    Raises:
-        ValueError: The value is no such number.
-    """
-
-    value: float
-    metrics: tuple[Metric, ...] = ()
-    answer: str | None = None
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.value, Real):
-            raise ValueError(f"the reward is {self.value!r}; it must be a finite number")
-        check_reward(float(self.value))
-
-    @classmethod
-    def of(cls, result: object) -> "Score":
-        """Converts the result of a reward function to a score.
-
-        Raises:
-            ValueError: The result is neither a score nor a finite number.
-        """
-        return result if isinstance(result, Score) else cls(value=cast(float, result))
-
 
 RewardFn: TypeAlias = Callable[[Trajectory], float | Score | Awaitable[float | Score]]
 """Scores a trajectory that ended without error; plain or async."""

@@ -61,11 +61,13 @@ class ToolAgentLoop:
                 UserSimulator(task, interaction, limits) as user,
             ):
                 stop = await self.converse(chat, toolbox, limits, user=user)
+                score = await toolbox.reward()
             return chat.finish(
                 stop,
+                reward=None if score is None else float(score.value),
                 tool_rewards=toolbox.rewards,
                 turn_scores=user.scores,
-                metrics=(*toolbox.metrics, *user.metrics),
+                metrics=(*toolbox.metrics, *user.metrics, *(score.metrics if score else ())),
             )
 
     async def converse(

@@ -28,13 +28,13 @@ from dataclasses import dataclass, replace
 
 from treadle.agent_loop.capture import CapturedSession
 from treadle.agent_loop.errors import boundary
-from treadle.agent_loop.loops.loop import Score, Services
+from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.proxy.agent import Agent, AgentCrashedError, AgentSession, CommandAgent
 from treadle.agent_loop.proxy.allowances import AgentConstraints
 from treadle.agent_loop.proxy.app import make_app
 from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
 from treadle.agent_loop.proxy.sessions import AgentSampling, EndpointSession, EndpointSessions
-from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.trajectory import Finding, Score, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.tracing import Metric, Reduce
 

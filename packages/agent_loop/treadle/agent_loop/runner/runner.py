@@ -33,13 +33,13 @@ from treadle.agent_loop.errors import (
     TrajectoryTimeoutError,
     boundary,
 )
-from treadle.agent_loop.loops.loop import Score, Services, scores_itself
+from treadle.agent_loop.loops.loop import Services, scores_itself
 from treadle.agent_loop.loops.registry import LoopRegistry
 from treadle.agent_loop.runner.failure_policy import FailurePolicy, Verdict
 from treadle.agent_loop.runner.task_slots import TaskSlots
 from treadle.agent_loop.runner.watchdog import Watchdog
 from treadle.agent_loop.span_content import messages_content, trajectory_output
-from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.trajectory import Finding, Score, Trajectory
 from treadle.agent_loop.types import AgentTask, StopReason
 from treadle.agent_loop.user_calls import call_user
 from treadle.tracing import span, use_attributes

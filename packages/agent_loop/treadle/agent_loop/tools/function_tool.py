@@ -80,15 +80,24 @@ def function_tool(function: ToolFunction) -> FunctionTool:
     Raises:
         TypeError: The function has no docstring, or a parameter cannot be described.
     """
+    return FunctionTool(spec=described(function), function=function)
+
+
+def described(function: Callable[..., object], *, of_class: bool = False) -> ToolSpec:
+    """Returns the description of a function for the model, see `function_tool`.
+
+    Args:
+        of_class: It is a method of a class; its first parameter is the instance.
+    """
     name = getattr(function, "__name__", repr(function))
     doc = inspect.getdoc(function)
     if not doc:
         raise TypeError(f"the tool function {name} has no docstring: describe it for the model")
-    described = _argument_docs(doc)
+    texts = _argument_docs(doc)
     hints = typing.get_type_hints(function)
     properties: dict[str, object] = {}
     required: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in list(inspect.signature(function).parameters.values())[of_class:]:
         by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if not by_name or parameter.name not in hints:
             raise TypeError(
@@ -96,18 +105,15 @@ def function_tool(function: ToolFunction) -> FunctionTool:
                 "name"
             )
         schema = _schema(hints[parameter.name], f"parameter {parameter.name!r} of {name}")
-        if text := described.get(parameter.name):
+        if text := texts.get(parameter.name):
             schema["description"] = text
         properties[parameter.name] = schema
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-    return FunctionTool(
-        spec=ToolSpec(
-            name=name,
-            description=_ARGS_SECTION.split(doc)[0].split("\nReturns:")[0].strip(),
-            parameters={"type": "object", "properties": properties, "required": required},
-        ),
-        function=function,
+    return ToolSpec(
+        name=name,
+        description=_ARGS_SECTION.split(doc)[0].split("\nReturns:")[0].strip(),
+        parameters={"type": "object", "properties": properties, "required": required},
     )
 
 

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,10 +22,12 @@ from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.errors import SetupError, ToolError, boundary
 from treadle.agent_loop.loops.limits import LoopLimits
 from treadle.agent_loop.tokens.renderer import MalformedCall
+from treadle.agent_loop.tools.class_tools import ClassSession, MethodTool, ToolClass
 from treadle.agent_loop.tools.metric_rules import COUNTS, other_rule
 from treadle.agent_loop.tools.session_cleanup import close_all
 from treadle.agent_loop.tools.text_truncation import TextCodec
 from treadle.agent_loop.tools.tool import Tool, ToolFailure, ToolResult, ToolSession
+from treadle.agent_loop.trajectory import Score
 from treadle.agent_loop.turning_limit import TurningLimit
 from treadle.agent_loop.types import IMAGE_MARK, AgentTask, Image, Message, ToolCall, ToolSpec
 from treadle.agent_loop.user_calls import end_if_cancelled
@@ -92,7 +94,7 @@ class Toolbox:
         self._tools = tools
         self._limits = limits
         self._codec = codec
-        self._sessions: dict[str, ToolSession] = {}
+        self._sessions: dict[str, ToolSession | ClassSession] = {}  # by `_owner`
         self._opening = asyncio.Lock()
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
@@ -106,7 +108,7 @@ class Toolbox:
     async def __aexit__(self, *exc_info: object) -> None:
         if self._sessions:
             await close_all(
-                {f"tool {name!r}": session for name, session in self._sessions.items()},
+                self._sessions,
                 error=ToolError,
                 timeout_s=self._limits.close_timeout_s,
                 report_leak=self._report_leak,
@@ -133,10 +135,7 @@ class Toolbox:
         taken = requests[: self._limits.max_parallel_calls]
         self._counts["over_cap"] += len(requests) - len(taken)
         started = time.perf_counter()
-        wanted = dict.fromkeys(r.name for r in taken if isinstance(r, ToolCall))
-        async with self._opening:  # an agent may call `run` concurrently
-            missing = [n for n in wanted if n in self._tools and n not in self._sessions]
-            await concurrently(map(self._open, missing))
+        await self._open(r.name for r in taken if isinstance(r, ToolCall))
         results = await concurrently(map(self._answer, taken))
         self._seconds += time.perf_counter() - started
         for message, result in results:
@@ -150,11 +149,44 @@ class Toolbox:
             self._metrics.extend(result.metrics)
         return [ToolAnswer(message=message, stop=result.stop) for message, result in results]
 
-    async def _open(self, name: str) -> None:
-        with _named(name), boundary(ToolError, f"tool {name!r} could not be opened"):
+    async def reward(self) -> Score | None:
+        """Returns the reward that an instance of a class of tools gives its trajectory, if one has.
+
+        Raises:
+            ToolError: It raised, or returned something else.
+        """
+        methods = ((n, tool) for n, tool in self._tools.items() if isinstance(tool, MethodTool))
+        scoring = [name for name, tool in methods if tool.owner.scores]
+        if not scoring:
+            return None
+        await self._open(scoring[:1])
+        what, _ = self._owner(scoring[0])
+        session = self._sessions[what]
+        assert isinstance(session, ClassSession), "it is of a class"
+        with boundary(ToolError, f"the reward of {what}"):
             async with TurningLimit(self._limits.tool_timeout_s) as limit:
-                opening = limit.own(self._tools[name].open(self._task))
-                self._sessions[name] = await self._end(name, opening)
+                return await self._end(what, limit.own(session.reward()))
+
+    def _owner(self, name: str) -> tuple[str, Tool | ToolClass]:
+        """Returns what is opened for a tool, with its name in errors: the tool, or its class."""
+        tool = self._tools[name]
+        if isinstance(tool, MethodTool):
+            return str(tool.owner), tool.owner
+        return f"tool {name!r}", tool
+
+    async def _open(self, names: Iterable[str]) -> None:
+        """Opens what the known ones among some tools need, and have not yet."""
+        async with self._opening:  # an agent may call `run` concurrently
+            missing = {self._owner(name)[0]: name for name in names if name in self._tools}
+            await concurrently(
+                self._open_one(name) for what, name in missing.items() if what not in self._sessions
+            )
+
+    async def _open_one(self, name: str) -> None:
+        what, owner = self._owner(name)
+        with _named(name), boundary(ToolError, f"{what} could not be opened"):
+            async with TurningLimit(self._limits.tool_timeout_s) as limit:
+                self._sessions[what] = await self._end(what, limit.own(owner.open(self._task)))
 
     async def _answer(self, request: ToolCall | MalformedCall) -> tuple[Message, ToolResult]:
         if isinstance(request, MalformedCall):
@@ -181,11 +213,12 @@ class Toolbox:
 
     async def _call(self, call: ToolCall) -> ToolResult:
         self._counts["calls"] += 1
-        session = self._sessions.get(call.name)
-        if session is None:
+        if call.name not in self._tools:
             self._counts["unknown"] += 1
             known = sorted(self._tools)
             return ToolResult(content=f"Unknown function '{call.name}'. Available tools: {known}")
+        opened = self._sessions[self._owner(call.name)[0]]
+        session = opened.method(call.name) if isinstance(opened, ClassSession) else opened
         with span("tool", tool=call.name, inputs=call.arguments) as trace:
             result = await self._result(call, session, trace)
             if trace.recording:
@@ -200,7 +233,7 @@ class Toolbox:
                 try:
                     async with limit:
                         work = limit.own(session.call(call.arguments))
-                        result = await self._end(call.name, work)
+                        result = await self._end(f"tool {call.name!r}", work)
                     return _checked(result)
                 except ToolFailure as failure:
                     self._counts["failures"] += 1
@@ -213,10 +246,10 @@ class Toolbox:
             trace.set(failure="timeout")
             return _failed(call, f"it did not end within {limit_s:g} s")
 
-    async def _end(self, name: str, work: Coroutine[Any, Any, T]) -> T:
+    async def _end(self, what: str, work: Coroutine[Any, Any, T]) -> T:
         """Awaits a tool, which cannot outlive the call for longer than its grace."""
         count = partial(self._counts.update, ["left_behind"])
-        return await end_if_cancelled(f"tool {name!r}", work, on_left_behind=count)
+        return await end_if_cancelled(what, work, on_left_behind=count)
 
     def _report_leak(self, what: str) -> None:
         """Logs and counts a session that could not be closed."""

@@ -22,10 +22,9 @@ A package offers rewards by name with an entry point of the group `treadle.rewar
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from importlib.metadata import EntryPoint, entry_points
-from numbers import Real
 
 from treadle.agent_loop import (
     RewardError,
@@ -36,7 +35,6 @@ from treadle.agent_loop import (
     cannot_load,
     load_import_path,
 )
-from treadle.tracing import Metric
 
 ENTRY_POINTS = "treadle.rewards"
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
@@ -145,27 +143,8 @@ def _verl_call(
 
 def _score(reference: str, result: object) -> Score:
     """Returns what a function returned, as a score."""
-    metrics: tuple[Metric, ...] = ()
-    answer: str | None = None
-    if isinstance(result, Mapping):
-        if "score" not in result:
-            has = ", ".join(map(str, result)) or "nothing"
-            raise RewardError(f'the reward {reference}: the mapping has no "score"; it has: {has}')
-        others = {key: value for key, value in result.items() if key != "score"}
-        metrics = tuple(
-            Metric(f"reward/{key}", float(value))
-            for key, value in others.items()
-            if isinstance(value, Real) and math.isfinite(value)
-        )
-        pred = result.get("pred")
-        answer = pred if isinstance(pred, str) else None
-        result = result.get("score")
     try:
         score = Score.of(result)
     except ValueError as error:
         raise RewardError(f"the reward {reference}: {error}") from error
-    return Score(
-        value=float(score.value),
-        metrics=(*score.metrics, *metrics),
-        answer=score.answer if answer is None else answer,
-    )
+    return replace(score, value=float(score.value))

@@ -123,8 +123,8 @@ class AgentConfig(Section):
     """Your own agent loops as path.py:Class or package.module:Class, by the name that rows give in
     `agent_name`. Installed packages add theirs by entry points (treadle.agent_loops)."""
     tool_catalogue: Path | None = None
-    """YAML list of tools (verl's tool_config format), or a Python file with functions under
-    `@function_tool`. Null: no tools."""
+    """YAML list of tools (verl's tool_config format), a Python file with functions under
+    `@function_tool`, or path.py:Class, whose typed public methods are tools. Null: no tools."""
     interaction_catalogue: Path | None = None
     """YAML list of simulated users (verl's interaction_config format). A row chooses one by
     extra_info.interaction_kwargs.name. Null: none."""

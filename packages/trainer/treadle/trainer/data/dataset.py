@@ -5,8 +5,9 @@ that it came from; its `index` counts the rows of all files from 0. A file is re
 into memory, or stays where it is (`rows_in_files`).
 
 Which files there are is in `files`; `own_reader` reads those of another form. The columns are
-verl's: `data_source` (str), `prompt` (a list of messages, see `messages`), `reward_model` (a
-mapping with `ground_truth`), optionally `agent_name`, `extra_info` and any other.
+verl's: `prompt` (a list of messages, see `messages`, or a text), `data_source` (str) and
+`reward_model` (a mapping with `ground_truth`), which `completed` gives to rows without them,
+optionally `agent_name`, `extra_info` and any other.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from pathlib import Path
 
 from treadle.tools.environments import is_environment
 from treadle.trainer.data.errors import DataError, nearest
-from treadle.trainer.data.files import find_files, read_file
+from treadle.trainer.data.files import find_files, is_function, read_file
 from treadle.trainer.data.messages import read_message
 from treadle.trainer.data.own_reader import Reader
-from treadle.trainer.data.row import Row
+from treadle.trainer.data.row import Row, completed
 from treadle.trainer.data.row_problems import RowProblems
 from treadle.trainer.data.rows_in_files import RowsInFiles
 from treadle.trainer.hub import is_data_uri
@@ -74,15 +75,15 @@ def read_rows(
 
 
 def _check_file(file: Path, required: Sequence[str], found: RowProblems) -> None:
-    if is_environment(file):
+    if is_environment(file) or is_function(file):
         raise DataError(
-            f"{file} is an environment, which makes its rows at start, and data.streaming=true "
-            "leaves rows in files: set it to false"
+            f"{file} makes its rows at start, and data.streaming=true leaves rows in files: set it "
+            "to false"
         )
     empty = True
     for place, columns in read_file(file):
         empty = False
-        for problem in problems_of(columns, required):
+        for problem in problems_of(completed(columns, file), required):
             found.add(place, problem)
     if empty:
         raise DataError(f"{file} has no rows")
@@ -101,9 +102,11 @@ def _append(
     if before == limit:
         return
     for place, columns in read(file):
+        if required == REQUIRED_COLUMNS:
+            columns = completed(columns, file)
         for problem in problems_of(columns, required):
             found.add(place, problem)
-        exact = file.suffix == ".jsonl"
+        exact = file.suffix == ".jsonl" or is_function(file)
         rows.append(Row(index=len(rows), place=place, columns=columns, exact=exact))
         if len(rows) == limit:
             return
@@ -139,7 +142,7 @@ def problems_of(columns: Mapping[str, object], required: Sequence[str]) -> Itera
 
 def _problems_of_prompt(prompt: object) -> Iterator[str]:
     if not isinstance(prompt, list) or not prompt:
-        yield f"prompt must be a list of messages, got {prompt!r:.80}"
+        yield f"prompt must be a list of messages, or a text, got {prompt!r:.80}"
         return
     for index, message in enumerate(prompt):
         try:

@@ -4,7 +4,7 @@ A path is a file, several files by a `*` in the name, a directory, or files on t
 A file is `.jsonl` (one JSON object per line, blank lines skipped), `.parquet` or `.arrow` (stream
 or file format). A directory holds such files at any depth, or is one that `save_to_disk` of the
 library `datasets` wrote. An environment, "LIBRARY:NAME" or a `.yaml` file, makes its rows itself
-(`treadle.tools.environments`).
+(`treadle.tools.environments`), and so does a function without parameters, "path.py:function".
 
 Invariant: which files a directory stands for is never a guess: one with several splits or several
 formats is an error that lists them.
@@ -14,26 +14,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
 from treadle.tools.environments import is_environment, read_rows
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.own_reader import Placed, load_reader
 from treadle.trainer.hub import HubError, download_data, is_data_uri
 
 if TYPE_CHECKING:
     import pyarrow
 
-__all__ = ["Placed", "arrow_batches", "find_files", "parse_line", "read_file"]
+__all__ = ["arrow_batches", "find_files", "is_function", "parse_line", "read_file"]
 
 _SUFFIXES: Final = (".jsonl", ".parquet", ".arrow")
 _SPLIT: Final = re.compile(r"(?:^|[-_.])(train|test|validation|valid|val|dev)(?=$|[-_.])")
 _ARROW_FILE: Final = b"ARROW1"
-
-Placed = tuple[str, Mapping[str, object]]
-"""A row with its file and line."""
 
 
 def find_files(path: Path) -> Sequence[Path]:
@@ -47,7 +45,7 @@ def find_files(path: Path) -> Sequence[Path]:
             return download_data(path)
         except HubError as error:
             raise DataError(str(error)) from None
-    if is_environment(path):
+    if is_environment(path) or is_function(path):
         return (path,)
     if path.is_dir():
         return _of_directory(path)
@@ -67,6 +65,8 @@ def read_file(path: Path) -> Iterator[Placed]:
     """
     if is_environment(path):
         return _of_environment(path)
+    if is_function(path):
+        return load_reader(str(path), with_path=False)(path)
     if not path.exists():
         raise DataError(f"{path} does not exist{_how_to_make(path)}")
     match path.suffix:
@@ -78,12 +78,18 @@ def read_file(path: Path) -> Iterator[Placed]:
             reader = _read_arrow
         case _:
             raise DataError(
-                f"{path}: datasets are .jsonl, .parquet or .arrow files, directories of them, or "
-                f"environments (docs/environments.md), got {path.suffix!r}"
+                f"{path}: datasets are .jsonl, .parquet or .arrow files, directories of them, "
+                "functions (path.py:function) or environments (docs/environments.md), got "
+                f"{path.suffix!r}"
             )
     if not path.is_file():
         raise DataError(f"{path} is not a file")
     return reader(path)
+
+
+def is_function(path: Path) -> bool:
+    """Returns whether a path is "path.py:function", which gives rows."""
+    return ".py:" in path.name and not is_environment(path)
 
 
 def _of_environment(path: Path) -> Iterator[Placed]:

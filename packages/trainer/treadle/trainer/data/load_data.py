@@ -81,8 +81,9 @@ def load_reward(
     if sources == {None} and (settings.name is not None or own.reward is not None):
         given = f"reward.name={settings.name}" if own.reward is None else f"reward={own.reward!r}"
         raise SetupError(
-            f"{given} would score nothing, because the agent loops of all rows score their "
-            "trajectories (scores_itself): leave the reward out, or use loops that do not"
+            f"{given} would score nothing, because the agent loops or the tools of all rows score "
+            "their trajectories (scores_itself, a method reward): leave the reward out, or use "
+            "those that do not"
         )
     if own.reward is not None:
         return own.reward

@@ -116,7 +116,7 @@ def test_an_environment_is_a_data_file(tmp_path: Path) -> None:
     assert inputs.loops == {"treadle.tools.environments.gymnasium:GymnasiumLoop"}
     by_name = f"data.train_files=gymnasium:{tmp_path}/mine.py:Greets"
     assert len(_prepare(by_name, "agent.tool_catalogue=null").train) == 256
-    with pytest.raises(DataError, match="is an environment, which makes its rows at start"):
+    with pytest.raises(DataError, match="makes its rows at start, and data"):
         _prepare(*given, "data.streaming=true")
     settings.write_text("gymnasium: mine.py:Nobody\n")
     with pytest.raises(DataError, match="has no 'Nobody'"):

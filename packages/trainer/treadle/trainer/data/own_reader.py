@@ -17,9 +17,11 @@ from typing import Final
 
 from treadle.agent_loop import SetupError, load_import_path
 from treadle.trainer.data.errors import DataError
-from treadle.trainer.data.files import Placed
 
-__all__ = ["Reader", "imports_verl", "load_reader"]
+__all__ = ["Placed", "Reader", "imports_verl", "load_reader"]
+
+Placed = tuple[str, Mapping[str, object]]
+"""A row with its file and line."""
 
 Reader = Callable[[Path], Iterator[Placed]]
 """From a path to its rows, each with its place."""
@@ -41,12 +43,13 @@ def imports_verl(reference: str) -> bool:
     return _IMPORT_OF_VERL.search(text) is not None
 
 
-def load_reader(reference: str) -> Reader:
+def load_reader(reference: str, *, with_path: bool = True) -> Reader:
     """Returns the reader that `reference` names.
 
     Args:
         reference: "path.py:name" or "package.module:name" of something that is called with a path
             and gives an iterable of mappings.
+        with_path: Whether it is called with the path. Otherwise it makes its rows without one.
 
     Raises:
         SetupError: It does not load or cannot be called, or is code for verl.
@@ -62,7 +65,7 @@ def load_reader(reference: str) -> Reader:
 
     def read(path: Path) -> Iterator[Placed]:
         try:
-            rows = made(path)
+            rows = made(path) if with_path else made()
             if not isinstance(rows, Iterable) and not hasattr(rows, "__getitem__"):
                 raise TypeError(f"it gives {rows!r:.80}, which is not an iterable of rows")
             for number, columns in enumerate(iter(rows), start=1):

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, overload
 
 from treadle.trainer.data.errors import DataError
-from treadle.trainer.data.files import Placed, parse_line, read_file
-from treadle.trainer.data.row import Row
+from treadle.trainer.data.files import parse_line, read_file
+from treadle.trainer.data.own_reader import Placed
+from treadle.trainer.data.row import Row, completed
 
 if TYPE_CHECKING:
     import pyarrow
@@ -88,8 +89,9 @@ class RowsInFiles(Sequence[Row]):
                 index += 1
 
     def _row(self, index: int, place: str, columns: Mapping[str, object], number: int) -> Row:
-        exact = self._files[number].suffix == ".jsonl"
-        return Row(index=index, place=place, columns=columns, exact=exact)
+        file = self._files[number]
+        exact = file.suffix == ".jsonl"
+        return Row(index=index, place=place, columns=completed(columns, file), exact=exact)
 
     def _check(self, number: int) -> None:
         file = self._files[number]

@@ -18,8 +18,10 @@ from treadle.agent_loop import (
     Interaction,
     LoopRegistry,
     Message,
+    MethodTool,
     SetupError,
     Tool,
+    ToolAgentLoop,
     scores_itself,
     selected_interaction,
     selected_tools,
@@ -59,7 +61,14 @@ class PromptRules:
         Raises:
             SetupError: The loop does not exist or does not load.
         """
-        return scores_itself(self.loops.resolve(self.loop_of(row)))
+        loop = self.loops.resolve(self.loop_of(row))
+        return scores_itself(loop) or (
+            isinstance(loop, ToolAgentLoop)
+            and any(
+                isinstance(tool, MethodTool) and tool.owner.scores
+                for tool in self.tools_of(row).values()
+            )
+        )
 
     def tools_of(self, row: Row) -> Mapping[str, Tool]:
         """Returns the tools that a row's loop shows to the model.

@@ -98,7 +98,7 @@ def _sources(prompt: Prompt) -> list[str]:
 def _reward(config: Config, own: OwnCode, inputs: Inputs) -> str:
     scored = {prompt.loop: inputs.rules.scored_by_loop(prompt.row) for prompt in _all(inputs)}
     if all(scored.values()):
-        return "what the agent loop gives, for all rows"
+        return "what the agent loop or its tools give, for all rows"
     which = "the rows whose agent loop gives none" if any(scored.values()) else "all rows"
     settings = config.reward
     if own.reward is not None:
