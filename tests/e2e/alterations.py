@@ -19,7 +19,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -219,18 +219,22 @@ def _alter(run: Path, kind: str, draw: random.Random, *, rewritten: bool) -> str
 @asynccontextmanager
 async def _one_policy(run: Path) -> AsyncIterator[Callable[..., Any]]:
     """Yields what stands for `replay._policy`: the rank of a run, each time as it began."""
-    config = load_config([run / CONFIG], []).config
+    config, start = load_config([run / CONFIG], []).config, replay._policy
     with tempfile.TemporaryDirectory() as folder:
-        begin = str(Path(folder) / "begin")
-        async with replay._policy(config, Path(folder) / "logs") as group:
+        begin, logs = str(Path(folder) / "begin"), Path(folder) / "logs"
+        async with AsyncExitStack() as stack:
+            group = await stack.enter_async_context(start(config, logs))
             await group.call(SaveRequest(directory=begin))
 
             @asynccontextmanager
             async def policy(*_: object) -> AsyncIterator[PolicyGroup]:
+                nonlocal group
                 try:
                     await group.call(LoadRequest(directory=begin))
-                except Exception as error:
-                    raise SystemExit(f"the alteration before ended the rank: {error}") from None
+                except Exception:  # what was altered before ended the rank
+                    await stack.aclose()
+                    group = await stack.enter_async_context(start(config, logs))
+                    await group.call(LoadRequest(directory=begin))
                 yield group
 
             yield policy

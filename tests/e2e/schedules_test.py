@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -9,11 +10,7 @@ from .testing import StartTrainer, trained_rows
 
 pytestmark = pytest.mark.timeout(600)
 _STEPS, _PROMPTS, _SAMPLES = 6, 4, 4
-_ASYNC = (
-    "schedule.kind=async",
-    "schedule.max_staleness=1",
-    "sync.in_flight=interrupt",
-    "algorithm.correction.weights=token",
+_FAKE = (
     f"schedule.total_steps={_STEPS}",
     "schedule.save_every=1",
     "schedule.save_hf=never",
@@ -21,6 +18,13 @@ _ASYNC = (
     "schedule.val_before_train=false",
     *("rollout.name=fake", "policy.backend=fake"),
     "data.shuffle=false",
+)
+_ASYNC = (
+    "schedule.kind=async",
+    "schedule.max_staleness=1",
+    "sync.in_flight=interrupt",
+    "algorithm.correction.weights=token",
+    *_FAKE,
 )
 
 
@@ -57,3 +61,17 @@ def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> N
         versions = [span["weight_version"] for span in spans]
         assert versions == sorted(versions)
         assert line["step"] - 2 <= versions[0] <= versions[-1] < line["step"]
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_a_reward_that_always_raises_ends_the_run_in_its_first_step(
+    kind: str, start_trainer: StartTrainer, tmp_path: Path
+) -> None:
+    reward = tmp_path / "wrong.py"
+    reward.write_text("def score(data_source, solution_str, ground_truth):\n    return {}['a']\n")
+    own = (f"reward.name={reward}:score", "agent.max_consecutive_failures=3")
+    in_turn = ("rollout.max_in_flight=1", "data.prompts_per_step=8")
+    run = start_trainer(*(_ASYNC if kind == "async" else _FAKE), *own, *in_turn)
+    assert run.wait() == 1, run.output
+    assert f"({reward}:2, in score)), and never served one (agent.max_cons" in run.output
+    assert 3 <= len(run.trajectories()) < 16  # of 32: those that came while the third one failed

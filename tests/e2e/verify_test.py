@@ -1,6 +1,7 @@
 """`treadle verify`: a run passes as it is, and no alteration of it does."""
 
 import hashlib
+import json
 import random
 import shutil
 from pathlib import Path
@@ -82,6 +83,17 @@ def test_a_value_that_contradicts_others_is_found_without_its_seal(
         shutil.copy(run / train_file(step), copy / train_file(step))
         shutil.copy(run / SEALS, copy / SEALS)
     assert problems_of(copy) == []
+
+
+def test_a_time_share_that_was_altered_is_found_without_its_seal(run: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    path = copy / "metrics.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines[-1]["policy/time_share/train"] += 0.01
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    reseal(copy)
+    assert any("policy/time_share/*" in problem for problem in problems_of(copy))
 
 
 @pytest.mark.parametrize("kind", ["id", "log-probability of the engine"])

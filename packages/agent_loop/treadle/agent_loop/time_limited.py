@@ -10,7 +10,8 @@ and line that it executed: the process writes them in a signal handler that need
 
 The caller awaits a thread of this object's own pool; the thread waits for its process, at most the
 limit. A process serves one call at a time; it keeps the globals of the function's module from call
-to call, and no other process sees them. All end with this one, whatever ends it.
+to call, and no other process sees them. All end with this one, whatever ends it; those that are
+idle end with the run that called them (`end_idle_processes`).
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from treadle.agent_loop.user_code import RemoteError, dumped_place, user_frame, user_place
 from treadle.tracing.child_process import child_python_path, end_now, supervised
@@ -94,6 +96,7 @@ class TimeLimited(Generic[A, R]):
         self._lock = threading.Lock()
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
         self._count = 0
+        _functions.add(self)
 
     async def __call__(self, argument: A) -> R:
         """Calls the function.
@@ -150,13 +153,14 @@ class TimeLimited(Generic[A, R]):
         Raises:
             TimeLimitedError: None is free, and the function could not be made in a new one.
         """
-        with suppress(queue.Empty):
-            return self._idle.get(timeout=_ANOTHER_S if self._count >= self._few else 0)
-        with self._lock:
-            starts = self._count < self._most
-            self._count += starts
-        if not starts:
-            return self._idle.get()
+        starts, patience_s = False, _ANOTHER_S if self._count >= self._few else 0
+        while not starts:
+            with suppress(queue.Empty):
+                return self._idle.get(timeout=patience_s)
+            with self._lock:
+                starts = self._count < self._most
+                self._count += starts
+            patience_s = _ANOTHER_S
         try:
             return _Process(self._make)
         except BaseException:
@@ -173,6 +177,21 @@ class TimeLimited(Generic[A, R]):
     def _count_less(self) -> None:
         with self._lock:
             self._count -= 1
+
+    def end_idle(self) -> None:
+        """Ends the processes that serve no call; the next one starts another. Blocks."""
+        with suppress(queue.Empty):
+            while True:
+                self._give_back(self._idle.get_nowait(), whole=False)
+
+
+def end_idle_processes() -> None:
+    """Ends the processes of all functions here that serve no call, as at the end of a run."""
+    for function in list(_functions):
+        function.end_idle()
+
+
+_functions: weakref.WeakSet[TimeLimited[Any, Any]] = weakref.WeakSet()
 
 
 class _Caller:

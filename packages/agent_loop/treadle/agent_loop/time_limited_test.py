@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from treadle.agent_loop import load_import_path, time_limited
-from treadle.agent_loop.time_limited import TimeLimited, TimeLimitedError
+from treadle.agent_loop.time_limited import TimeLimited, TimeLimitedError, end_idle_processes
 
 FUNCTIONS = """
 import os, re, threading
@@ -132,3 +132,17 @@ async def test_a_process_that_starts_slowly_is_no_slow_call(
     monkeypatch.setattr(time_limited, "wait", nothing_comes)
     with pytest.raises(TimeLimitedError, match="its process did not start within 120 s"):
         await limited(functions, timeout_s=1)("pid")
+
+
+@pytest.mark.asyncio
+async def test_idle_processes_end_with_a_run_and_another_run_starts_its_own(
+    functions: Path,
+) -> None:
+    function = limited(functions)
+    first = await function("pid")
+    assert isinstance(first, int)
+    before = len(os.listdir("/proc/self/fd"))
+    await asyncio.to_thread(end_idle_processes)
+    assert not is_alive(first)
+    assert len(os.listdir("/proc/self/fd")) < before
+    assert await function("pid") not in (None, first)

@@ -366,10 +366,10 @@ class HfRenderer:
         return text
 
     def _placed(self, ids: tuple[int, ...], messages: Sequence[Message]) -> Rendering:
-        images = [image for message in messages for image in message.images]
+        images = any(message.images for message in messages)
         if not images or isinstance(self._placeholders, str):
             return Rendering(ids=ids)
-        return self._placeholders.place(ids, images)
+        return self._placeholders.place(ids, messages, self._encode)
 
     def _check_images(self, messages: Sequence[Message]) -> None:
         """Raises before a text model's template is given parts, which it takes for a string."""

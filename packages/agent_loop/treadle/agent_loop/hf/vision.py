@@ -13,7 +13,7 @@ Pure, except that `from_directory` reads files; nothing waits.
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, PreTrainedTokenizerBase
 
 from treadle.agent_loop.errors import RenderError, SetupError, boundary
 from treadle.agent_loop.tokens.renderer import PlacedImage, Rendering
-from treadle.agent_loop.types import Image
+from treadle.agent_loop.types import Image, Message
 
 _FORMATS = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _ORIENTATION: Final = 0x0112  # EXIF
@@ -102,31 +102,44 @@ class ImagePlaceholders:
             merged: int = self._processor.merge_size**2
             return patches // merged
 
-    def place(self, ids: Sequence[int], images: Sequence[Image]) -> Rendering:
-        """Repeats the placeholder of each image.
+    def place(
+        self,
+        ids: Sequence[int],
+        messages: Sequence[Message],
+        encode: Callable[[str], Sequence[int]],
+    ) -> Rendering:
+        """Repeats the placeholder of each image; one that a text holds becomes plain text.
 
         Args:
-            ids: Tokenised text with one placeholder per image.
-            images: In the order of their placeholders.
+            ids: Tokenised chat with one placeholder per image, and those of the texts.
+            messages: In the order of the chat.
+            encode: Returns the ids of a text.
 
         Raises:
-            RenderError: The numbers of placeholders and images differ, or an image cannot be read.
+            RenderError: The placeholders are not those of the messages, or an image cannot be read.
         """
         places = [place for place, token in enumerate(ids) if token == self._token_id]
-        if len(places) != len(images):
+        parts = [part for message in messages for part in message.parts]
+        owners: list[Image | None] = []
+        for part in parts:
+            owners += [None] * part.count(self._token) if isinstance(part, str) else [part]
+        if len(places) != len(owners):
             raise RenderError(
-                f"the chat has {len(places)} placeholders {self._token!r} for {len(images)} "
-                "images: a text contains the placeholder itself, or the chat template does not "
-                "write images of this role"
+                f"the chat has {len(places)} placeholders {self._token!r}, and its messages have "
+                f"{len(owners)}: the chat template does not write images of this role, or writes "
+                "a text with the placeholder elsewhere than in a message's content"
             )
         expanded: list[int] = []
         placed: list[PlacedImage] = []
         done = 0
-        for place, image in zip(places, images, strict=True):
+        for place, image in zip(places, owners, strict=True):
             expanded += ids[done:place]
-            count = self.num_tokens(image)
-            placed.append(PlacedImage(image=image, start=len(expanded), num_tokens=count))
-            expanded += [self._token_id] * count
+            if image is None:
+                expanded += [*encode(self._token[:2]), *encode(self._token[2:])]
+            else:
+                count = self.num_tokens(image)
+                placed.append(PlacedImage(image=image, start=len(expanded), num_tokens=count))
+                expanded += [self._token_id] * count
             done = place + 1
         expanded += ids[done:]
         return Rendering(ids=tuple(expanded), images=tuple(placed))

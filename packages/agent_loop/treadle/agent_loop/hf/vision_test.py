@@ -309,10 +309,16 @@ def test_an_image_that_cannot_be_counted_is_named(
         renderer.render([Message(role="user", content="?", images=(bad,))], tools=())
 
 
-def test_a_placeholder_in_a_text_with_images_is_refused(renderer: HfRenderer) -> None:
-    words = Message(role="user", content=f"<image> and {PAD}", images=(WIDE,))
-    with pytest.raises(RenderError, match=r"has 2 placeholders '<\|image_pad\|>' for 1 images"):
-        renderer.render([words], tools=())
+def test_a_placeholder_in_a_text_with_images_is_plain_text(renderer: HfRenderer) -> None:
+    shown = Message(role="user", content=f"{PAD} before <image> and {PAD}", images=(WIDE,))
+    result = Message(role="tool", tool_call_id="0", name="zoom", content=f"a page with {PAD}")
+    rendering = renderer.render([shown, result], tools=())
+    (placed,) = rendering.images
+    assert rendering.ids.count(PAD_ID) == placed.num_tokens
+    assert set(rendering.ids[placed.start :][: placed.num_tokens]) == {PAD_ID}
+    text = renderer.decode([i for i in rendering.ids if i != PAD_ID])
+    assert f"{PAD} before {START}{STOP} and {PAD}" in text
+    assert f"a page with {PAD}" in text
     alone = renderer.render([Message(role="user", content=f"a {PAD}")], tools=())
     assert alone.ids.count(PAD_ID) == 1 and not alone.images
 
@@ -323,7 +329,7 @@ def test_a_template_that_leaves_images_out_is_refused() -> None:
         "{{- part.text }}", "{{- part.text or '' }}"
     )
     placeholders = ImagePlaceholders(make_image_processor(), token=PAD, token_id=PAD_ID)
-    with pytest.raises(RenderError, match=r"0 placeholders .* for 1 images"):
+    with pytest.raises(RenderError, match=r"0 placeholders .* messages have 1"):
         HfRenderer(tokenizer, placeholders=placeholders).render([USER], tools=())
 
 

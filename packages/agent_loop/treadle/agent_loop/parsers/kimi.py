@@ -5,13 +5,13 @@
 
 (in one line). Invariant: the id is kept as the model wrote it, because the templates use it in the
 answer, where only the id tells the model which tool answered. An id is functions.NAME:NUMBER; newer
-checkpoints leave out a part or write something else behind the name, which is read if a tool of
-that name was shown. Each call is parsed separately; the
-marks around all of them may be missing, or in the singular, as the models sometimes write them.
+checkpoints write others: then the call is of the shown tool whose name the id holds, the longest of
+them, or of the only one whose keys the arguments fit. Each call is parsed separately; the marks
+around all of them may be missing, or in the singular, as the models sometimes write them.
 """
 
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Iterable, Sequence
 
 from treadle.agent_loop.parsers.format_parser import writable
 from treadle.agent_loop.parsers.json_text import CallError, read_object, write_json
@@ -31,7 +31,6 @@ _MARKS = (_CALL_END, _CALL, *_SECTIONS)
 _ARGUMENTS = "<|tool_call_argument_begin|>"
 _HEAD = re.compile(r"[^<\n]*")
 _ID = re.compile(r"(?:functions\.)?([^:\s]+):\d+")
-_LOOSE_ID = re.compile(r"(?:functions\.)?([^:\s]+)(?::\S*)?")
 
 
 class KimiFormat:
@@ -53,7 +52,7 @@ class KimiFormat:
     def read(self, scan: Scan, schemas: Schemas) -> None:
         """As in `CallFormat`."""
         for start in scan.call_starts(_CALL, *_SECTIONS):
-            _read_call(scan, start, schemas.tools)
+            _read_call(scan, start, schemas)
 
     def write(self, calls: Sequence[ToolCall]) -> str:
         """As in `CallFormat`; an id that does not name its tool cannot be written."""
@@ -64,20 +63,22 @@ class KimiFormat:
         return f"{_SECTION}{bodies}{_SECTION_END}"
 
 
-def _read_call(scan: Scan, start: int, tools: Container[str]) -> None:
+def _read_call(scan: Scan, start: int, schemas: Schemas) -> None:
     """Parses one call, and the white space after it."""
-    body, name = start + len(_CALL), None
+    body = start + len(_CALL)
     head = _HEAD.match(scan.text, scan.skip_space(body))
     assert head is not None
     call_id = head[0].strip()
+    name = _name_in(call_id, schemas.tools)
     try:
-        name = _name_in(call_id, tools)
-        if name is None:
-            raise CallError(f"the id must be functions.NAME:NUMBER, got {call_id!r:.80}")
         place = scan.after(_ARGUMENTS, head.end())
         if place < 0:
-            raise CallError(f"the id is not followed by {_ARGUMENTS}")
+            raise CallError(
+                f"the id is not followed by {_ARGUMENTS}" if name else _of_no_tool(call_id)
+            )
         arguments, place = read_object(scan, scan.skip_space(place), *_MARKS)
+        if name is None and (name := schemas.fitting(arguments)) is None:
+            raise CallError(_of_no_tool(call_id))
         stop = scan.after(_CALL_END, place)
         if stop < 0:
             raise CallError(f"the arguments are not followed by {_CALL_END}")
@@ -89,12 +90,16 @@ def _read_call(scan: Scan, start: int, tools: Container[str]) -> None:
     scan.mark(stop, scan.skip_space(stop))
 
 
-def _name_in(call_id: str, tools: Container[str]) -> str | None:
+def _of_no_tool(call_id: str) -> str:
+    return f"the id must be functions.NAME:NUMBER, got {call_id!r:.80}"
+
+
+def _name_in(call_id: str, tools: Iterable[str]) -> str | None:
     """Returns the tool that an id names; None if it names none."""
     if named := _ID.fullmatch(call_id):
         return named[1]
-    loose = _LOOSE_ID.fullmatch(call_id)
-    return loose[1] if loose is not None and loose[1] in tools else None
+    held = (tool for tool in tools if re.search(rf"(?<!\w){re.escape(tool)}(?!\w)", call_id))
+    return max(held, key=len, default=None)
 
 
 def _own_id(call: ToolCall) -> str:

@@ -1,5 +1,7 @@
 """Tests of the kimi parser: ids that name the tool, and what it says of others."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from treadle.agent_loop import ToolCall, ToolSpec
@@ -21,14 +23,30 @@ def test_an_id_is_kept_as_the_model_wrote_it() -> None:
 
 
 @pytest.mark.parametrize(
-    "call_id", ["functions.f", "f", "functions.f:a1b2", "f:call-7", "f:", "functions.f:7"]
+    ("call_id", "name"),
+    [
+        *((call_id, "f") for call_id in ("functions.f", "f", "f:", "functions.f:7")),
+        *((call_id, "f") for call_id in ("functions.f:a1b2", "f:call-7", "f-call-3")),
+        ("f.web_search-call-3", "web_search"),
+        ("call_7", None),
+    ],
 )
-def test_an_id_that_names_a_tool_in_another_way_is_read_and_kept(call_id: str) -> None:
-    parsed = PARSER.parse(call(call_id, '{"a": 1}'), tools=(ToolSpec(name="f", description=""),))
-    assert [(c.id, c.name, c.arguments) for c in parsed.calls] == [(call_id, "f", {"a": 1})]
-    assert call_id in PARSER.render("", parsed.calls)
-    (bad,) = PARSER.parse(call("g"), tools=(ToolSpec(name="f", description=""),)).malformed
-    assert "must be functions.NAME:NUMBER, got 'g'" in bad.reason
+def test_an_id_that_names_a_tool_in_another_way_is_read_and_kept(
+    call_id: str, name: str | None
+) -> None:
+    def tool(name: str, *keys: str) -> ToolSpec:
+        properties = {key: {"type": "integer"} for key in keys}
+        parameters = {"type": "object", "properties": properties, "required": [*keys]}
+        return ToolSpec(name=name, description="", parameters=parameters)
+
+    def named(tools: Sequence[ToolSpec]) -> list[tuple[str, str]]:
+        parsed = PARSER.parse(call(call_id, '{"a": 1}'), tools=tools)
+        return [(c.id, c.name) for c in parsed.calls]
+
+    tools = [tool("f", "a"), tool("web_search", "a")]
+    assert named(tools) == ([] if name is None else [(call_id, name)])
+    if name is None:  # then the keys tell which is meant
+        assert named([tool("g", "a"), tool("h", "b")]) == [(call_id, "g")]
 
 
 def test_an_id_that_is_used_twice_is_replaced() -> None:

@@ -40,6 +40,16 @@ class Schemas:
         """The names of the tools."""
         return self._parameters.keys()
 
+    def fitting(self, arguments: Mapping[str, object]) -> str | None:
+        """Returns the only tool that has these keys, and requires no others; None: not one has."""
+        found = [
+            tool
+            for tool, schema in self._parameters.items()
+            if arguments.keys() <= _keys(schema, "properties")
+            and arguments.keys() >= _keys(schema, "required")
+        ]
+        return found[0] if len(found) == 1 else None
+
     def read(self, tool: str, argument: str, text: str) -> object:
         """Returns the value that `text` represents."""
         return read_as(text, self.of(tool, argument).types)
@@ -48,6 +58,11 @@ class Schemas:
         """Returns the schema of an argument, which allows anything if there is none."""
         parameters = self._parameters.get(tool, {})
         return ValueSchema(parameters, root=parameters).of_key(argument)
+
+
+def _keys(schema: Mapping[str, object], part: str) -> set[object]:
+    found = schema.get(part)
+    return set(found) if isinstance(found, list | Mapping) else set()
 
 
 class ValueSchema:

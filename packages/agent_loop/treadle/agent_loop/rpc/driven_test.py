@@ -71,15 +71,21 @@ async def test_who_makes_no_call_delays_nobody_and_is_cut_off(
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize(("token", "problem"), [("another", "a wrong token"), (None, "no token")])
+@pytest.mark.parametrize(
+    ("before", "problem"),
+    [(True, "a wrong token"), (False, "a wrong token"), (None, "no token")],
+    ids=["a wrong one before the right one", "after it", "none"],
+)
 async def test_a_message_of_a_stranger_is_not_decoded(
-    token: str | None, problem: str, tmp_path: Path
+    before: bool | None, problem: str, tmp_path: Path
 ) -> None:
     async with (
         _served(tmp_path) as (access, echo, address),
         grpc.aio.insecure_channel(address) as c,
     ):
-        metadata = () if token is None else (("authorization", f"Bearer {token}"),)
+        wrong = ("authorization", "Bearer another")
+        right = tuple(access.channels().metadata)
+        metadata = () if before is None else (wrong, *right) if before else (*right, wrong)
         method: _Method = c.unary_unary("/test/Echo")
         with pytest.raises(grpc.aio.AioRpcError, match=problem) as refused:
             await method(bytes(1 << 20), metadata=metadata, timeout=60)

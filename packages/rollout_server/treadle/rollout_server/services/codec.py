@@ -42,8 +42,8 @@ from treadle.rollout_server.scheduling.lifecycle import ServerState
 from treadle.rollout_server.scheduling.time_use import Cause
 
 MAX_ID_BYTES = 128
-MAX_TENSORS = 1 << 20
-"""Maximum number of tensors of an update, and of parts of a bucket; large models have a tenth."""
+MAX_TENSORS = 1 << 18
+"""Maximum number of tensors of an update, and of parts of a bucket; large models have a third."""
 MAX_NAME_BYTES = 1024
 """Maximum length of the name of a tensor or a collective group; the longest have a tenth."""
 _MAX_DIMENSIONS = 64

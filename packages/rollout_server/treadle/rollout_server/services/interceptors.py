@@ -79,12 +79,14 @@ class Guard(grpc.aio.ServerInterceptor):
     def _problem(self, details: grpc.HandlerCallDetails) -> Unauthenticated | None:
         if self._token is None:
             return None
-        shown = dict(details.invocation_metadata or ()).get("authorization")
-        if shown is None:
+        metadata = details.invocation_metadata or ()
+        shown = [value for name, value in metadata if name == "authorization"]
+        if not shown:
             return Unauthenticated("the call carries no token")
-        raw = shown if isinstance(shown, bytes) else shown.encode()
-        if not hmac.compare_digest(raw, b"Bearer " + self._token):
-            return Unauthenticated("the call carries a wrong token")
+        for value in shown:
+            raw = value if isinstance(value, bytes) else value.encode()
+            if not hmac.compare_digest(raw, b"Bearer " + self._token):
+                return Unauthenticated("the call carries a wrong token")
         return None
 
 

@@ -4,6 +4,7 @@ Invariant: nothing here applies weights or holds bytes; `updates/` does. A strea
 in the update what had arrived.
 """
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 
@@ -42,7 +43,8 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         plaintext = (
             config.insecure_allow_plaintext_beyond_loopback or config.weights.allow_plaintext_group
         )
-        begin = decode_begin(
+        begin = await asyncio.to_thread(  # those of a large model take seconds
+            decode_begin,
             request,
             max_lease_s=config.weights.max_lease_s,
             num_workers=engine.info.num_workers,

@@ -575,6 +575,8 @@ def _explain(
             assignment = merged[key]
             if detail["type"] == "extra_forbidden" and leaf is not None:
                 message = f"belongs to kind {' or '.join(leaf.variants)} only"
+            elif message.startswith("must be") and leaf and type(None) in leaf.alternatives:
+                message += ", or null"
             where = "" if "=" in assignment.source else f" (in {assignment.source})"
             yield f"{key}={assignment.value}{where}: {message}"
         else:

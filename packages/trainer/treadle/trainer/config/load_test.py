@@ -292,6 +292,7 @@ def test_memory_that_is_released_keeps_no_completions() -> None:
         ("schedule.surplus=1", "surplus=1.0 is read by kind=stream, and kind=sync"),
         ("rollout.samples_per_prompt=0", "rollout.samples_per_prompt=0: must be >= 1"),
         ("rollout.samples_per_prompt=x", "rollout.samples_per_prompt=x: must be an integer"),
+        ("schedule.val_every=0", "schedule.val_every=0: must be >= 1, or null"),
         ("rollout.top_p=high", "rollout.top_p=high: must be a number"),
         ("rolout.num_replicas=2", "did you mean rollout.num_replicas?"),
         (

@@ -103,6 +103,7 @@ class ContinuousRollout:
 
         Raises:
             NoServerLeftError: No server is left.
+            OutageError: Something is down that the trajectories need.
             WeightSyncError: No restarted server took the weights, and no other is left.
             SetupError: A restarted server does not fit.
         """
@@ -125,6 +126,7 @@ class ContinuousRollout:
                 self._failed.append(trajectory)
             else:
                 self.on_end(trajectory)
+        self.rollout.check_outages(failed)
         self.look_again()
 
     @property

@@ -24,6 +24,7 @@ from treadle.agent_loop import (
 from treadle.agent_loop.testing import ScriptedGenerator
 from treadle.trainer.config.load import load_config
 from treadle.trainer.rollout.continuous import ContinuousRollout
+from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.rotation import Routes
 
@@ -223,3 +224,18 @@ async def test_a_failed_reward_is_held_until_others_show_whether_it_is_down() ->
         await rollout.troubled.wait()
         await rollout.recover()
         assert source.ended[1].error is not None, "the reward served another one: it is not down"
+
+
+@pytest.mark.asyncio
+async def test_a_reward_that_never_served_ends_the_run_while_others_are_in_flight() -> None:
+    loop, source, pool = Loop(), Source([_task(n) for n in range(3)]), Pool()
+    async with _running(loop, source, pool, "agent.max_consecutive_failures=2") as rollout:
+        await loop.until_running(0, 1, 2)
+        for number in (0, 1):
+            loop.end(number, RewardError("KeyError: 'answer'"))
+        while rollout.rollout.outages.failures != {"the reward": 2}:
+            await rollout.troubled.wait()
+            rollout.troubled.clear()
+        with pytest.raises(OutageError, match=r"the reward failed 2 .* never served one"):
+            await rollout.recover()
+        assert set(source.ended) == {0, 1}

@@ -1,9 +1,11 @@
 """Opens what a rollout needs beside its servers: the user's loops and reward, or loop workers."""
 
+import asyncio
 from collections.abc import Set
 from contextlib import AsyncExitStack
 
 from treadle.agent_loop.rpc import Requirements
+from treadle.agent_loop.time_limited import end_idle_processes
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import Inputs, enter_reward
 from treadle.trainer.launch.process import Launcher
@@ -35,10 +37,13 @@ def make_requirements(config: Config, inputs: Inputs, capabilities: Set[str]) ->
 async def open_own_code(stack: AsyncExitStack, config: Config, inputs: Inputs) -> None:
     """Opens the loops and the reward until the stack ends, unless loop workers open their own.
 
+    Processes that functions with a time limit have then end with the stack.
+
     Raises:
         SetupError: A judge's servers do not answer.
     """
     if not config.agent.num_workers:
+        stack.push_async_callback(asyncio.to_thread, end_idle_processes)
         await enter_reward(stack, inputs.reward)
         await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
 

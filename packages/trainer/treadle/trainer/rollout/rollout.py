@@ -3,7 +3,8 @@
 Invariants:
 
 1. The result has exactly one trajectory per task, in the order of the tasks, whatever order they
-   ended in. Nothing downstream depends on timing.
+   ended in. Nothing downstream depends on timing. Only where `check_outages` raises, tasks may be
+   missing: they were cancelled.
 2. Every token has the requested weight version, or a newer one.
 
 When a server dies, the generator moves its sessions to the other servers, and the server is
@@ -13,10 +14,12 @@ the model are attempted once more, with a new deadline. If no server is left and
 restarted, `NoServerLeftError` names them all.
 
 What else trajectories need, a sandbox or a judge, may be down too (`outages`). Once all tasks have
-ended, the rollout waits for it, and attempts again what failed because of it.
+ended, the rollout waits for it, and attempts again what failed because of it. What never served is
+not waited for, and ends the rollout at once.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -128,6 +131,9 @@ class Rollout:
     ) -> list[Trajectory]:
         """Runs every task; returns one trajectory per task, in the order of the tasks.
 
+        Where something is down that never served, it returns the trajectories that have ended, and
+        `check_outages` raises.
+
         Args:
             tasks: To run; no two have the same id and rollout index.
             min_weight_version: Oldest weights that may sample.
@@ -151,6 +157,7 @@ class Rollout:
             self.outages.count(trajectory)
             if not may_be_attempted_again(trajectory):
                 on_end(trajectory)
+            self.check_outages([trajectory])
 
         disturbed = False
 
@@ -160,22 +167,23 @@ class Rollout:
             disturbed |= await self.run_until_lost(some, runner, sink, replacing=True)
 
         await self.servers.ensure_healthy()
-        while waiting:
-            disturbed = False
-            await attempt(waiting, keep)
-            disturbed |= await self.servers.ensure_healthy()
-            serve_again = [
-                source
-                for source in self.down(ended.values(), len(tasks))
-                if await self.wait_for(source, failed_by(source, ended.values()), attempt, keep)
-            ]
-            if not disturbed and not serve_again:
-                break
-            waiting = _to_attempt(tasks, ended, serve_again, disturbed=disturbed)
+        with contextlib.suppress(OutageError):
+            while waiting:
+                disturbed = False
+                await attempt(waiting, keep)
+                disturbed |= await self.servers.ensure_healthy()
+                serve_again = [
+                    source
+                    for source in self.down(ended.values(), len(tasks))
+                    if await self.wait_for(source, failed_by(source, ended.values()), attempt, keep)
+                ]
+                if not disturbed and not serve_again:
+                    break
+                waiting = _to_attempt(tasks, ended, serve_again, disturbed=disturbed)
         for trajectory in ended.values():
             if may_be_attempted_again(trajectory):  # but was not
                 on_end(trajectory)
-        return [ended[_key(task)] for task in tasks]
+        return [ended[_key(task)] for task in tasks if _key(task) in ended]
 
     def check_outages(self, ended: Sequence[Trajectory]) -> None:
         """Looks whether something is down that trajectories need.

@@ -384,13 +384,21 @@ async def test_a_service_that_does_not_come_back_ends_the_run_with_that_reason(p
 
 
 @pytest.mark.asyncio
-async def test_a_service_that_never_served_is_not_waited_for(port: int) -> None:
+async def test_what_never_served_ends_the_run_at_its_last_failure(port: int) -> None:
     search = Search(port)
     await search.start()
     await search.stop()
     rollout = _searching(search, max_consecutive_failures=4)
+    in_turn = rollout.config.rollout.model_copy(update={"max_in_flight": 1})
+    rollout = replace(rollout, config=rollout.config.model_copy(update={"rollout": in_turn}))
+    ended: list[Trajectory] = []
+    trajectories = await rollout.run(
+        _tasks(20), SamplingParams(max_tokens=1), min_weight_version=0, on_end=ended.append
+    )
     with pytest.raises(OutageError, match=r"'search' failed 4 trajectories .* never served one"):
-        await _sample(rollout, _tasks(8))
+        rollout.check_outages(trajectories)
+    assert [t.task.rollout_index for t in trajectories] == [*range(7)]
+    assert len(ended) == len(trajectories)
 
 
 @pytest.mark.asyncio

@@ -116,6 +116,8 @@ class ServerPool(ServerStarter):
     async def ensure_healthy(self) -> bool:
         """Removes dead servers, and lets in restarted ones with the present weights.
 
+        If all servers die before they have these, they are started again.
+
         Returns:
             Whether a server died, was waited for or was restarted.
 
@@ -126,10 +128,17 @@ class ServerPool(ServerStarter):
         """
         disturbed = await self.check_health()
         await self._let_leave()
-        restarted = await self.restart()
-        if restarted:
-            await self.resync(restarted)
-        return disturbed or bool(restarted)
+        while restarted := await self.restart():
+            disturbed = True
+            try:
+                await self.resync(restarted)
+            except WeightSyncError as error:
+                await self.check_health(after_failure=True)
+                if error.outcome is Outcome.FATAL or self._rotation:
+                    raise
+            else:
+                break
+        return disturbed
 
     async def check_health(self, *, after_failure: bool = False, of_all: bool = False) -> bool:
         """Removes the servers whose process ended or whose engine failed.

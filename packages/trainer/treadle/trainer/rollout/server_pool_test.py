@@ -468,6 +468,31 @@ async def test_servers_that_die_in_the_update_are_started_again_if_none_is_left(
 
 
 @pytest.mark.asyncio
+async def test_servers_that_die_before_they_have_the_weights_are_started_again() -> None:
+    publisher, launcher = _Publisher(), _Launcher()
+    async with _pool(launcher, publisher, num_replicas=1) as pool:
+        await pool.sync_weights(3)
+        await pool.die("rollout-0")
+
+        def die_once() -> None:
+            publisher.before, publisher.refusing = take_it, ["rollout-0"]
+            launcher.processes["rollout-0-restart-1"].status.set_result(-9)
+
+        def take_it() -> None:
+            publisher.refusing = ()
+
+        publisher.before = die_once
+        assert await pool.ensure_healthy()
+        assert pool.names == ["rollout-0"]
+        assert [*launcher.processes][1:] == ["rollout-0-restart-1", "rollout-0-restart-2"]
+        assert publisher.published == [(3, ["rollout-0"])] * 3
+        publisher.before, publisher.refusing = lambda: None, ["rollout-0"]
+        await pool.die("rollout-0")
+        with pytest.raises(WeightSyncError):  # it lives, and does not take them
+            await pool.ensure_healthy()
+
+
+@pytest.mark.asyncio
 async def test_servers_that_take_nothing_and_live_end_the_run() -> None:
     publisher = _Publisher(refusing=["rollout-0", "rollout-1"])
     async with _pool(_Launcher(), publisher) as pool:

@@ -144,6 +144,7 @@ class TrainingContext:
 
         Raises:
             NoServerLeftError: No server is left.
+            OutageError: Something is down that the trajectories of a rollout need.
             SetupError: A restarted server does not fit.
         """
         with (
@@ -161,7 +162,10 @@ class TrainingContext:
         self.record.firsts(step, trajectories)
         if phase != "validate":
             trajectories = [shaped(trajectory, self.config) for trajectory in trajectories]
-        return Sampled(trajectories=trajectories, spans=recorded.spans)
+        sampled = Sampled(trajectories=trajectories, spans=recorded.spans)
+        if phase == "rollout" and len(trajectories) < len(tasks):
+            await self.log_training(step, sampled, None)
+        return sampled
 
     async def log_training(self, step: int, sampled: Sampled, batch: StepBatch | None) -> None:
         """Records the trajectories of a step; the batch is None if there is none.

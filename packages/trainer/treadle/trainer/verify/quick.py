@@ -2,7 +2,8 @@
 
 Checked are the seals of what was written, the manifests of checkpoints, the trajectories of each
 step (spans, masks, versions), the advantages that the estimator gives for the recorded rewards, the
-metrics that follow from the trajectories, and that each group was trained on once per epoch.
+metrics that follow from the trajectories or add up to 1, and that each group was trained on once
+per epoch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from treadle.trainer.checkpoint.run_directory import (
     RunDirectoryError,
 )
 from treadle.trainer.config.schema import Config
-from treadle.trainer.report.metrics import MISMATCH, STALE_TOKENS, TOOL_RATE, Record, read_metrics
+from treadle.trainer.report.metrics import (
+    MISMATCH,
+    RANK_TIME,
+    SERVER_TIME,
+    STALE_TOKENS,
+    TOOL_RATE,
+    Record,
+    read_metrics,
+)
 from treadle.trainer.report.rollout import rollout_metrics
 from treadle.trainer.report.seals import read_seals, sha256_of
 from treadle.trainer.training_loop.groups import NoGroupLeftError, make_batch
@@ -57,6 +66,7 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
     estimator = find_estimator(config.algorithm)
     times: Counter[tuple[str, int]] = Counter()
     for step, record in metrics.items():
+        yield from (f"step {step}: {problem}" for problem in _time_shares(record))
         name = train_file(step)
         if step == 0 or not (run_dir / name).exists():
             continue  # a missing file is found by its seal
@@ -201,6 +211,13 @@ def _metrics(found: Mapping[str, float], record: Mapping[str, float]) -> Iterato
             continue
         if not math.isclose(record[name], value, rel_tol=1e-6, abs_tol=1e-9):
             yield f"{name} is {record[name]}, and its trajectories give {value}"
+
+
+def _time_shares(record: Record) -> Iterator[str]:
+    for prefix in (SERVER_TIME, RANK_TIME):
+        shares = [value for name, value in record.items() if name.startswith(prefix)]
+        if shares and not math.isclose(sum(shares), 1.0, abs_tol=1e-6):
+            yield f"the shares of {prefix}* are {sum(shares)} together, not 1"
 
 
 def _repeated(recorded: RecordedStep, times: Counter[tuple[str, int]], epoch: int) -> Iterator[str]:

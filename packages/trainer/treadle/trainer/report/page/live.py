@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from treadle.trainer.report.metrics import SAVE_S, VALIDATE_S, Record
@@ -18,6 +20,8 @@ from treadle.trainer.report.page.files import REPORT, write_page, write_reports
 from treadle.trainer.report.status import STATUS, Status, running, write_status
 
 _log = logging.getLogger(__name__)
+# matplotlib keeps its fonts open for each thread that has drawn, and a process may have many runs.
+_DRAWING = ThreadPoolExecutor(1, thread_name_prefix="draw the report")
 
 
 class LiveReport:
@@ -56,7 +60,8 @@ class LiveReport:
         self._outdated = False
         if self._writing is not None:
             await self._writing
-        await asyncio.to_thread(_write, self._run_dir, status, curves=self._curves)
+        work = partial(_write, self._run_dir, status, curves=self._curves)
+        await asyncio.get_running_loop().run_in_executor(_DRAWING, work)
 
     async def _write(self) -> None:
         while self._outdated:

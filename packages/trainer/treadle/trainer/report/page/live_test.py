@@ -36,6 +36,22 @@ def test_the_report_is_there_from_the_start_and_follows_the_run(tmp_path: Path) 
     assert (tmp_path / "curves.png").exists()
 
 
+def test_another_run_of_the_process_opens_no_font_again(tmp_path: Path) -> None:
+    async def run(run_dir: Path) -> None:
+        with MetricsLog(run_dir / "metrics.jsonl") as log:
+            async with live_report(run_dir):
+                log.append(1, {"val/reward": 0.5})
+                log.append(2, {"val/reward": 0.75})
+
+    def fonts_after(run_dir: Path) -> int:
+        run_dir.mkdir()
+        asyncio.run(run(run_dir))
+        assert (run_dir / "curves.png").exists()
+        return sum(path.resolve().suffix == ".ttf" for path in Path("/proc/self/fd").iterdir())
+
+    assert fonts_after(tmp_path / "a") == fonts_after(tmp_path / "b") > 0
+
+
 def test_a_run_that_fails_says_why(tmp_path: Path) -> None:
     async def run() -> None:
         async with live_report(tmp_path):

@@ -34,6 +34,7 @@ from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups, has_signal, note_failures
 from treadle.trainer.training_loop.groups import Group, is_trainable
 from treadle.trainer.training_loop.interruption import finished_first
+from treadle.trainer.training_loop.run_record import Sampled
 from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule, Waiting
 from treadle.trainer.training_loop.schedules.group_store import GroupStore, versions
 from treadle.trainer.training_loop.schedules.step import (
@@ -163,7 +164,18 @@ class _Groups:
 
         Raises:
             NoServerLeftError: No server is left.
+            OutageError: Something is down that the trajectories need.
         """
+        try:
+            return await self._take(step)
+        except OutageError:
+            groups = [waiting.group for waiting in (*self.queue.waiting.values(), *self._left_out)]
+            running = [t for group in self._running.values() for t in group.ended]
+            ended = Sampled(trajectories=[*_members(groups), *running], spans=[])
+            await self.context.record.sampled(step, ended, None)
+            raise
+
+    async def _take(self, step: int) -> StepGroups:
         size, samples = self.queue.size, self.context.config.rollout.samples_per_prompt
         await self.rollout.recover()
         with self.context.record.phase("rollout", total=size * samples):
