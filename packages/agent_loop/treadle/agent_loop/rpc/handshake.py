@@ -27,8 +27,8 @@ SAMPLING_MASK = "sampling_mask"
 """The capability that `SamplingParams.sampling_mask` requires."""
 
 _FIXES = {
-    SAMPLING_MASK: ". Training with top_p, top_k or min_p needs it: sample with top_p 1, no top_k and "
-    "min_p 0, or start a server of a release that has it"
+    SAMPLING_MASK: ". Training with top_p, top_k or min_p needs it: sample with top_p 1, no top_k "
+    "and min_p 0, or start a server of a release that has it"
 }
 
 

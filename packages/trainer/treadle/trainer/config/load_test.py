@@ -254,11 +254,9 @@ def test_an_entry_of_a_table_may_be_a_mapping_of_its_own(tmp_path: Path) -> None
     assert "rollout.engine_args.compilation_config = {level: 0}" in value_listing(loaded)
 
 
-@pytest.mark.parametrize(
-    "cut",
-    ["rollout.top_p=0.7", "rollout.top_k=20", "rollout.min_p=0.05", "rollout.temperature=0.5"],
-)
+@pytest.mark.parametrize("cut", ["top_p=0.7", "top_k=20", "min_p=0.05", "temperature=0.5"])
 def test_a_served_reference_takes_the_whole_distribution(cut: str) -> None:
+    cut = f"rollout.{cut}"
     served = ["algorithm.reference_addresses=[h:1]", "algorithm.kl_coef=0.1"]
     with pytest.raises(ConfigError, match=f"{cut} and algorithm.reference_addresses"):
         load_config([], [*_LEAST, cut, *served])
