@@ -39,3 +39,21 @@ def encode(kept_ids: Sequence[int], drawn: int, vocab_size: int) -> bytes:
     for each in kept_ids:
         bits[each >> 3] |= 1 << (each & 7)
     return WHOLE + bits
+
+
+def decode(mask: bytes, drawn: int, vocab_size: int) -> set[int]:
+    """Returns the ids that a mask keeps, that of the token itself among them."""
+    if mask == WHOLE:
+        return set(range(vocab_size))
+    if mask.startswith(WHOLE):
+        bits = mask[1:]
+        return {n for n in range(8 * len(bits)) if bits[n >> 3] >> (n & 7) & 1} | {drawn}
+    kept, last, difference, shift = {drawn}, -1, 0, 0
+    for byte in mask:
+        difference |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            last += difference
+            kept.add(last)
+            difference = shift = 0
+    return kept
