@@ -58,7 +58,7 @@ class KeptIds(NamedTuple):
 class DrawnTokens(NamedTuple):
     """One token per row; ``[B]`` each, on the logits' device, log-probs in nats.
 
-    `kept` is None if no row wants a mask, or only greedy ones, whose masks are empty.
+    `kept` is None if no row wants a mask.
     """
 
     ids_B: torch.Tensor
@@ -90,8 +90,10 @@ class SamplingBatch:
         device: torch.device,
         masked: Sequence[bool] = (),
     ) -> None:
-        self._masked = [row for row, wants in enumerate(masked) if wants]
-        self._open = [row for row in self._masked if settings[row].temperature]
+        self._masked = any(masked)
+        self._open = [
+            row for row, wants in enumerate(masked) if wants and settings[row].temperature
+        ]
         self._seeds = np.array(seeds, dtype=np.uint64)
         greedy = [s.temperature == 0 for s in settings]
         self._all_greedy = all(greedy)
@@ -131,8 +133,7 @@ class SamplingBatch:
             _check_finite(logits_BV.gather(1, drawn.ids_B.unsqueeze(1)))
         _check_finite(drawn.logprobs_B)
         ids: list[int] = drawn.ids_B.tolist()
-        masks = [b""] * len(ids) if self._masked else []
-        masks = drawn.kept.masks(ids) if drawn.kept is not None else masks
+        masks = [] if drawn.kept is None else drawn.kept.masks(ids)
         return SampledTokens(ids, drawn.logprobs_B.tolist(), masks)
 
     def draw(self, logits_BV: torch.Tensor, positions: Sequence[int]) -> DrawnTokens:
@@ -145,14 +146,15 @@ class SamplingBatch:
         """
         greedy_ids_B = logits_BV.argmax(-1)
         if self._all_greedy:
-            return DrawnTokens(greedy_ids_B, torch.zeros_like(greedy_ids_B, dtype=torch.float32))
+            zeros_B = torch.zeros_like(greedy_ids_B, dtype=torch.float32)
+            return DrawnTokens(greedy_ids_B, zeros_B, self._kept(logits_BV))
         if self._temperature_B1 is not None:
             # Subtract the maximum first: a temperature near zero would give infinite quotients.
             logits_BV -= logits_BV.amax(-1, keepdim=True)
             logits_BV /= self._temperature_B1
         if self._truncation is not None:
             self._truncation.apply(logits_BV)
-        kept = KeptIds(self._open, logits_BV[self._open] > -torch.inf) if self._open else None
+        kept = self._kept(logits_BV)
         logprobs_BV = logits_BV.log_softmax(-1)
         ids_B = self._draw(logprobs_BV, positions)
         if self._greedy_B is not None:
@@ -162,6 +164,12 @@ class SamplingBatch:
             broken_B = logprobs_B.isnan()
             logprobs_B = logprobs_B.masked_fill(self._greedy_B & ~broken_B, 0.0)
         return DrawnTokens(ids_B, logprobs_B, kept)
+
+    def _kept(self, logits_BV: torch.Tensor) -> KeptIds | None:
+        """Returns what truncation left; of greedy rows nothing, as their masks are empty."""
+        if not self._masked:
+            return None
+        return KeptIds(self._open, logits_BV[self._open] > -torch.inf)
 
     def _draw(self, logprobs_BV: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))

@@ -142,6 +142,8 @@ class VllmEngine:
                 prompt_logprobs=True,
                 constrained_sampling=has_tokenizer(config),
                 routed_experts=routed_experts,
+                # Another executor than ours does not tell the scheduler of them.
+                sampling_mask="distributed_executor_backend" not in config.engine_args,
             ),
             model=held,
             parameters=parameters,

@@ -18,6 +18,9 @@ class _Executor(Executor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         die_with_parent()
+        # Here, so that only the scheduler sees it, which is made next: vLLM refuses it with the
+        # older model runner, and without top-k. See `sampler.py`.
+        self.vllm_config.model_config.return_sampling_mask = True
         super()._init_executor()
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
