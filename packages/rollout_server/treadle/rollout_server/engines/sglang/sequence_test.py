@@ -73,10 +73,9 @@ def test_experts_and_masks_come_with_the_tokens_for_those_who_ask() -> None:
     tokens = [event for event in events if isinstance(event, Tokens)]
     assert [event.routed_experts for event in tokens] == [b"abc", b"de", b"f"]
     assert [event.sampling_masks for event in tokens] == [(b"",), (b"h", b"i"), (b"j",)]
-    others: dict[str, Any] = dict.fromkeys((EXPERTS_KEY, MASKS_KEY), [None, None])
-    assert read(Sequence(request(), "1"), answer(2, **others))[1] == Tokens(
-        (10, 11), (-0.0, -0.1), 0
-    )
+    others: dict[str, Any] = {key: [None, None] for key in (EXPERTS_KEY, MASKS_KEY)}
+    plain = read(Sequence(request(), "1"), answer(2, **others))
+    assert plain[1] == Tokens((10, 11), (-0.0, -0.1), 0)
 
 
 def test_logprobs_of_the_prompt_come_once_before_the_first_token() -> None:

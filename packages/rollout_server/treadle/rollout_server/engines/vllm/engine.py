@@ -67,6 +67,8 @@ from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
 T = TypeVar("T")
 _NAME = "vllm"
+_WITHOUT_MASKS = ("distributed_executor_backend", "scheduler_cls")
+"""Arguments of the engine with which it reports no sampling masks."""
 
 
 class VllmEngine:
@@ -142,8 +144,8 @@ class VllmEngine:
                 prompt_logprobs=True,
                 constrained_sampling=has_tokenizer(config),
                 routed_experts=routed_experts,
-                # Another executor than ours does not tell the scheduler of them.
-                sampling_mask="distributed_executor_backend" not in config.engine_args,
+                # Our executor makes vLLM's scheduler forward them.
+                sampling_mask=config.engine_args.keys().isdisjoint(_WITHOUT_MASKS),
             ),
             model=held,
             parameters=parameters,
