@@ -22,7 +22,7 @@ WHOLE = b"\x00"
 """The mask that keeps the whole vocabulary; a mask of bits begins with it."""
 
 
-class KeptIds(NamedTuple):
+class DecodedMasks(NamedTuple):
     """The ids beside the tokens themselves, as pairs, and the tokens whose mask is everything."""
 
     rows_N: NDArray[np.int64]
@@ -41,7 +41,7 @@ def masks_of(sequences: Sequence[TrainSequence]) -> list[bytes]:
     ]
 
 
-def decode(masks: Sequence[bytes], vocab_size: int) -> KeptIds:
+def decode(masks: Sequence[bytes], vocab_size: int) -> DecodedMasks:
     """Returns the kept ids of [T] masks.
 
     Raises:
@@ -74,4 +74,4 @@ def decode(masks: Sequence[bytes], vocab_size: int) -> KeptIds:
             f"a sampling mask keeps id {largest}, and the vocabulary has {vocab_size}: the rollout "
             "server has another model"
         )
-    return KeptIds(rows_N, ids_N, np.fromiter((m == WHOLE for m in masks), np.bool_, len(masks)))
+    return DecodedMasks(rows_N, ids_N, np.fromiter((m == WHOLE for m in masks), np.bool_, len(masks)))

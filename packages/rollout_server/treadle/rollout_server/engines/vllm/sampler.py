@@ -29,7 +29,7 @@ from treadle.rollout_server.engines.common.sampling import KeptIds, SamplingBatc
 from treadle.rollout_server.engines.vllm.sampling import MASK_KEY, sampling_of
 
 
-class Report(Protocol):
+class StepReport(Protocol):
     """What the output of a step carries beside its tokens."""
 
     def add_to(self, output: Any) -> Any:
@@ -40,7 +40,7 @@ class Report(Protocol):
 class _LaterOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
     """The output of a step whose copies to the host are under way."""
 
-    def __init__(self, output: AsyncModelRunnerOutput, report: Report) -> None:
+    def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
         self._output = output
         self._report = report
 
@@ -48,7 +48,7 @@ class _LaterOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
         return self._report.add_to(self._output.get_output())
 
 
-def with_report(output: Any, report: Report) -> Any:
+def with_report(output: Any, report: StepReport) -> Any:
     """Returns the output of a step with a report, which waits until the output does."""
     if isinstance(output, AsyncModelRunnerOutput):
         return _LaterOutput(output, report)
@@ -66,7 +66,7 @@ class _Masks:
         self._kept, self._stream = kept, stream
 
     def add_to(self, output: Any) -> Any:
-        """See `Report`. The tokens have arrived, so what was kept has been computed."""
+        """See `StepReport`. The tokens have arrived, so what was kept has been computed."""
         ids = [sampled[0] if sampled else 0 for sampled in output.sampled_token_ids]
         with torch.cuda.stream(self._stream):  # None changes nothing.
             masks = self._kept.masks(ids)
