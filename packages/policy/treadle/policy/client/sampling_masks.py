@@ -74,4 +74,5 @@ def decode(masks: Sequence[bytes], vocab_size: int) -> DecodedMasks:
             f"a sampling mask keeps id {largest}, and the vocabulary has {vocab_size}: the rollout "
             "server has another model"
         )
-    return DecodedMasks(rows_N, ids_N, np.fromiter((m == WHOLE for m in masks), np.bool_, len(masks)))
+    whole_T = np.fromiter((mask == WHOLE for mask in masks), np.bool_, len(masks))
+    return DecodedMasks(rows_N, ids_N, whole_T)
