@@ -95,6 +95,11 @@ def test_an_honest_server_holds_everything(weights: Path, tmp_path: Path) -> Non
             "logprobs of the prompt come",
             {"logprobs of the prompt come before the tokens"},
         ),
+        (
+            "tokens_alone",
+            "sampling mask",
+            {"a logprob is that among the ids of its sampling mask"},
+        ),
         ("stale_labels", "continue goes on", {"continue goes on with the new weights"}),
         ("swallowed_cancellation", "cancelling frees", {"cancelling frees the sequence"}),
         ("unseeded_draws", "seeds repeat", {"seeds repeat and differ"}),

@@ -110,6 +110,17 @@ class _NewLogprobsOnly(FakeEngine):
                 yield event
 
 
+class _TokensAlone(FakeEngine):
+    """Reports sampling masks that keep nothing but the token itself."""
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[EngineEvent, None]:
+        async with aclosing(super().generate(request)) as events:
+            async for event in events:
+                if isinstance(event, Tokens):
+                    event = replace(event, sampling_masks=(b"",) * len(event.sampling_masks))
+                yield event
+
+
 class _StaleLabels(FakeEngine):
     """Labels every token of a sequence with the version of its first token."""
 
@@ -413,6 +424,7 @@ new_logprobs_only = _factory(_NewLogprobsOnly)
 new_rows_only = _factory(_NewRowsOnly)
 stale_labels = _factory(_StaleLabels)
 swallowed_cancellation = _factory(_SwallowedCancellation)
+tokens_alone = _factory(_TokensAlone)
 unseeded_draws = _factory(_UnseededDraws)
 old_weights = _factory(_OldWeights)
 honest_group = _factory(_Grouped)

@@ -44,6 +44,9 @@ class SmolContract(RemoteContract, ModelComparison):
         SamplingContract.test_a_constraint_that_nothing_can_read_ends_only_its_own_sequence
     )
     test_a_constraint_holds_over_an_update = SamplingContract.test_a_constraint_holds_over_an_update
+    test_a_logprob_is_that_among_the_ids_of_its_sampling_mask = (
+        SamplingContract.test_a_logprob_is_that_among_the_ids_of_its_sampling_mask
+    )
     test_a_second_turn_finds_the_first_in_the_cache = (
         ControlContract.test_a_second_turn_finds_the_first_in_the_cache
     )

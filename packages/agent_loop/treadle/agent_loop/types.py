@@ -242,6 +242,8 @@ class SamplingParams:
         stop_token_ids: Sampling one ends the completion; the id stays in the output.
         ignore_eos: Continue past the model's end-of-sequence id.
         constraint: A constraint of the text; for servers with `constrained_sampling`.
+        sampling_mask: Whether `TokenChunk.sampling_masks` are wanted, for a policy that trains on
+            what truncation left; for servers with `sampling_mask`.
 
     Raises:
         ValueError: A value is outside its range.
@@ -257,6 +259,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     constraint: JsonConstraint | TagConstraint | None = None
+    sampling_mask: bool = False
 
     def __post_init__(self) -> None:
         _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
@@ -283,6 +286,8 @@ class TokenChunk:
         token_ids: Array of shape [C], C at least 1.
         logprobs: [C], nats, under the distribution that each id was drawn from.
         weight_version: Version of the weights that sampled them.
+        sampling_masks: [C], the ids that could have been drawn in the place of each, encoded as in
+            the contract; empty if they were not requested.
 
     Raises:
         ValueError: The lengths differ, or there is no token.
@@ -291,6 +296,7 @@ class TokenChunk:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
+    sampling_masks: tuple[bytes, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.token_ids:
@@ -298,6 +304,11 @@ class TokenChunk:
         if len(self.token_ids) != len(self.logprobs):
             raise ValueError(
                 f"a chunk of {len(self.token_ids)} tokens has {len(self.logprobs)} logprobs"
+            )
+        if self.sampling_masks and len(self.token_ids) != len(self.sampling_masks):
+            raise ValueError(
+                f"a chunk of {len(self.token_ids)} tokens has {len(self.sampling_masks)} "
+                "sampling masks"
             )
 
 

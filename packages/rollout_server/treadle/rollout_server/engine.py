@@ -136,6 +136,7 @@ class EngineCapabilities:
     routed_experts: bool = False
     prompt_logprobs: bool = False
     constrained_sampling: bool = False
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,6 +333,7 @@ class EngineRequest:
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
             None: of none.
         constraint: A constraint of its text; None: any text.
+        sampling_mask: Whether `Tokens.sampling_masks` are wanted.
     """
 
     request_id: str
@@ -344,6 +346,7 @@ class EngineRequest:
     routed_experts_from: int | None = None
     prompt_logprobs_from: int | None = None
     constraint: Constraint | None = None
+    sampling_mask: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,12 +388,16 @@ class Tokens:
     of the rows that follow those of earlier events, the first one being
     `EngineRequest.routed_experts_from`. No row lies after the one that predicts the last token so
     far, and before `Finished` that one has come.
+
+    `sampling_masks` are the ids that could have been drawn in the place of each token, as
+    `sampling_mask.py` encodes them; empty unless asked for.
     """
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     weight_version: int
     routed_experts: bytes = b""
+    sampling_masks: tuple[bytes, ...] = ()
 
 
 class FinishReason(enum.Enum):

@@ -98,11 +98,11 @@ class Plan:
         if (critic := config.used_critic) is not None:
             yield "critic", self._critic(critic)
         yield from self._servers()
-        if rollout.top_p < 1 or rollout.top_k is not None:
+        if rollout.truncation is not None:
             yield (
-                "mismatch",
-                "servers report the distribution that top_p and top_k leave, the policy has the "
-                "whole: rollout/logprob_diff_* and rollout/kl show that too",
+                "truncation",
+                f"{rollout.truncation}: servers report the tokens that it keeps, and the policy "
+                "is trained on the distribution over these",
             )
         if offloaded := config.policy.offload.names:
             yield "policy memory", f"{', '.join(offloaded)} in host memory between its phases"

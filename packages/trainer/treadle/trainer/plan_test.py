@@ -72,7 +72,7 @@ def test_the_servers_are_shown_with_their_command_and_what_is_set_of_the_engine(
     assert "server command   /opt/vllm/bin/treadle-rollout-server\n" in text
     assert "tensor_model_parallel_size=2, engine_args={'block_size': 16}\n" in text
     assert "released while the policy trains; all of it back, then the update\n" in text
-    assert "the distribution that top_p and top_k leave" in text
+    assert "rollout.top_p=0.9: servers report the tokens that it keeps" in text
 
 
 def test_more_updates_than_trajectories_are_refused() -> None:

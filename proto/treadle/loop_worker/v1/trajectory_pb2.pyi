@@ -85,18 +85,20 @@ class RoutedExperts(_message.Message):
     def __init__(self, first: _Optional[int] = ..., num_layers: _Optional[int] = ..., top_k: _Optional[int] = ..., id_bytes: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Sample(_message.Message):
-    __slots__ = ("ids", "logprobs", "spans", "images", "routed_experts")
+    __slots__ = ("ids", "logprobs", "spans", "images", "routed_experts", "sampling_masks")
     IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     SPANS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASKS_FIELD_NUMBER: _ClassVar[int]
     ids: bytes
     logprobs: bytes
     spans: bytes
     images: _containers.RepeatedCompositeFieldContainer[PlacedImage]
     routed_experts: RoutedExperts
-    def __init__(self, ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[PlacedImage, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ...) -> None: ...
+    sampling_masks: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, ids: _Optional[bytes] = ..., logprobs: _Optional[bytes] = ..., spans: _Optional[bytes] = ..., images: _Optional[_Iterable[_Union[PlacedImage, _Mapping]]] = ..., routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., sampling_masks: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class SampleReward(_message.Message):
     __slots__ = ("player", "value")

@@ -77,12 +77,16 @@ class Array(_message.Message):
     def __init__(self, element_type: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class SequenceExtras(_message.Message):
-    __slots__ = ("routed_experts", "images")
+    __slots__ = ("routed_experts", "images", "sampling_mask_sizes", "sampling_masks")
     ROUTED_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     IMAGES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASK_SIZES_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASKS_FIELD_NUMBER: _ClassVar[int]
     routed_experts: RoutedExperts
     images: _containers.RepeatedCompositeFieldContainer[PlacedImage]
-    def __init__(self, routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., images: _Optional[_Iterable[_Union[PlacedImage, _Mapping]]] = ...) -> None: ...
+    sampling_mask_sizes: Array
+    sampling_masks: Array
+    def __init__(self, routed_experts: _Optional[_Union[RoutedExperts, _Mapping]] = ..., images: _Optional[_Iterable[_Union[PlacedImage, _Mapping]]] = ..., sampling_mask_sizes: _Optional[_Union[Array, _Mapping]] = ..., sampling_masks: _Optional[_Union[Array, _Mapping]] = ...) -> None: ...
 
 class RoutedExperts(_message.Message):
     __slots__ = ("first", "num_layers", "top_k", "id_bytes", "data")

@@ -25,53 +25,53 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+treadle/rollout/v1/generation_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\xda\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".treadle.rollout.v1.SamplingParams\x12\x35\n\x0clogprob_mode\x18\x05 \x01(\x0e\x32\x1f.treadle.rollout.v1.LogprobMode\x12\x1a\n\x12min_weight_version\x18\x06 \x01(\x04\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12/\n\x06images\x18\x08 \x03(\x0b\x32\x1f.treadle.rollout.v1.PromptImage\x12\x0f\n\x07\x62\x61tched\x18\x10 \x01(\x08\x12 \n\x13routed_experts_from\x18\x11 \x01(\rH\x00\x88\x01\x01\x12!\n\x14prompt_logprobs_from\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x32\n\nconstraint\x18\x13 \x01(\x0b\x32\x1e.treadle.rollout.v1.ConstraintB\x16\n\x14_routed_experts_fromB\x17\n\x15_prompt_logprobs_from\"\xb1\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12.\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x1b.treadle.rollout.v1.ChoicesH\x00\x12\x30\n\x06tagged\x18\x05 \x01(\x0b\x32\x1e.treadle.rollout.v1.TaggedTextH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"f\n\nTaggedText\x12%\n\x04tags\x18\x01 \x03(\x0b\x32\x17.treadle.rollout.v1.Tag\x12\x0f\n\x07trigger\x18\x02 \x01(\t\x12\x10\n\x08required\x18\x03 \x01(\x08\x12\x0e\n\x06single\x18\x04 \x01(\x08\"6\n\x03Tag\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\t\x12\x13\n\x0bjson_schema\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\"d\n\x0bPromptImage\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x19\n\x11\x66irst_placeholder\x18\x03 \x01(\r\x12\x18\n\x10num_placeholders\x18\x04 \x01(\r\"\xd0\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"\xb2\x02\n\x10GenerateResponse\x12\x36\n\x07started\x18\x01 \x01(\x0b\x32#.treadle.rollout.v1.GenerateStartedH\x00\x12\x30\n\x06tokens\x18\x02 \x01(\x0b\x32\x1e.treadle.rollout.v1.TokenChunkH\x00\x12\x38\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.GenerateFinishedH\x00\x12\x32\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32!.treadle.rollout.v1.GenerateBatchH\x00\x12=\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\".treadle.rollout.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\xea\x01\n\rGenerateBatch\x12\x34\n\x07started\x18\x01 \x01(\x0b\x32#.treadle.rollout.v1.GenerateStarted\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.treadle.rollout.v1.TokenChunk\x12\x36\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.GenerateFinished\x12;\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\".treadle.rollout.v1.PromptLogprobs\"^\n\x0fGenerateStarted\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x01 \x01(\r\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0eweight_version\x18\x02 \x01(\x04\"a\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x16\n\x0erouted_experts\x18\x04 \x01(\x0c\"\xe9\x01\n\x10GenerateFinished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .treadle.rollout.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12.\n\x0b\x65ngine_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bpaused_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"Y\n\x13GenerateManyRequest\x12\x32\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32#.treadle.rollout.v1.NumberedRequest\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"\x98\x01\n\x0fNumberedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.treadle.rollout.v1.GenerateRequest\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"K\n\x14GenerateManyResponse\x12\x33\n\x05parts\x18\x01 \x03(\x0b\x32$.treadle.rollout.v1.NumberedResponse\"\x90\x01\n\x10NumberedResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x36\n\x08response\x18\x02 \x01(\x0b\x32$.treadle.rollout.v1.GenerateResponse\x12\x34\n\x06status\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.CompletionStatus\"B\n\x10\x43ompletionStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c*\\\n\x0bLogprobMode\x12\x1c\n\x18LOGPROB_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROB_MODE_NONE\x10\x01\x12\x18\n\x14LOGPROB_MODE_SAMPLED\x10\x02*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_INTERRUPTED\x10\x03\x32\xd3\x01\n\x11GenerationService\x12W\n\x08Generate\x12#.treadle.rollout.v1.GenerateRequest\x1a$.treadle.rollout.v1.GenerateResponse0\x01\x12\x65\n\x0cGenerateMany\x12\'.treadle.rollout.v1.GenerateManyRequest\x1a(.treadle.rollout.v1.GenerateManyResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n+treadle/rollout/v1/generation_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\"\xf1\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x34\n\x08sampling\x18\x04 \x01(\x0b\x32\".treadle.rollout.v1.SamplingParams\x12\x35\n\x0clogprob_mode\x18\x05 \x01(\x0e\x32\x1f.treadle.rollout.v1.LogprobMode\x12\x1a\n\x12min_weight_version\x18\x06 \x01(\x04\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12/\n\x06images\x18\x08 \x03(\x0b\x32\x1f.treadle.rollout.v1.PromptImage\x12\x0f\n\x07\x62\x61tched\x18\x10 \x01(\x08\x12 \n\x13routed_experts_from\x18\x11 \x01(\rH\x00\x88\x01\x01\x12!\n\x14prompt_logprobs_from\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x32\n\nconstraint\x18\x13 \x01(\x0b\x32\x1e.treadle.rollout.v1.Constraint\x12\x15\n\rsampling_mask\x18\x14 \x01(\x08\x42\x16\n\x14_routed_experts_fromB\x17\n\x15_prompt_logprobs_from\"\xb1\x01\n\nConstraint\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x12\x11\n\x07grammar\x18\x03 \x01(\tH\x00\x12.\n\x07\x63hoices\x18\x04 \x01(\x0b\x32\x1b.treadle.rollout.v1.ChoicesH\x00\x12\x30\n\x06tagged\x18\x05 \x01(\x0b\x32\x1e.treadle.rollout.v1.TaggedTextH\x00\x42\x06\n\x04\x66orm\"\x18\n\x07\x43hoices\x12\r\n\x05texts\x18\x01 \x03(\t\"f\n\nTaggedText\x12%\n\x04tags\x18\x01 \x03(\x0b\x32\x17.treadle.rollout.v1.Tag\x12\x0f\n\x07trigger\x18\x02 \x01(\t\x12\x10\n\x08required\x18\x03 \x01(\x08\x12\x0e\n\x06single\x18\x04 \x01(\x08\"6\n\x03Tag\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\t\x12\x13\n\x0bjson_schema\x18\x02 \x01(\t\x12\x0b\n\x03\x65nd\x18\x03 \x01(\t\"d\n\x0bPromptImage\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x19\n\x11\x66irst_placeholder\x18\x03 \x01(\r\x12\x18\n\x10num_placeholders\x18\x04 \x01(\r\"\xd0\x02\n\x0eSamplingParams\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x04 \x01(\rH\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x06\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x17\n\nignore_eos\x18\t \x01(\x08H\x07\x88\x01\x01\x42\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\r\n\x0b_ignore_eos\"\xb2\x02\n\x10GenerateResponse\x12\x36\n\x07started\x18\x01 \x01(\x0b\x32#.treadle.rollout.v1.GenerateStartedH\x00\x12\x30\n\x06tokens\x18\x02 \x01(\x0b\x32\x1e.treadle.rollout.v1.TokenChunkH\x00\x12\x38\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.GenerateFinishedH\x00\x12\x32\n\x05\x62\x61tch\x18\x04 \x01(\x0b\x32!.treadle.rollout.v1.GenerateBatchH\x00\x12=\n\x0fprompt_logprobs\x18\x05 \x01(\x0b\x32\".treadle.rollout.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"\xea\x01\n\rGenerateBatch\x12\x34\n\x07started\x18\x01 \x01(\x0b\x32#.treadle.rollout.v1.GenerateStarted\x12.\n\x06tokens\x18\x02 \x03(\x0b\x32\x1e.treadle.rollout.v1.TokenChunk\x12\x36\n\x08\x66inished\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.GenerateFinished\x12;\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\".treadle.rollout.v1.PromptLogprobs\"^\n\x0fGenerateStarted\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x01 \x01(\r\x12-\n\nqueue_time\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\":\n\x0ePromptLogprobs\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12\x16\n\x0eweight_version\x18\x02 \x01(\x04\"y\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12\x16\n\x0eweight_version\x18\x03 \x01(\x04\x12\x16\n\x0erouted_experts\x18\x04 \x01(\x0c\x12\x16\n\x0esampling_masks\x18\x05 \x03(\x0c\"\xe9\x01\n\x10GenerateFinished\x12\x30\n\x06reason\x18\x01 \x01(\x0e\x32 .treadle.rollout.v1.FinishReason\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12.\n\x0b\x65ngine_time\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0cprefill_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12.\n\x0bpaused_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"Y\n\x13GenerateManyRequest\x12\x32\n\x05\x62\x65gin\x18\x01 \x03(\x0b\x32#.treadle.rollout.v1.NumberedRequest\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x03(\x04\"\x98\x01\n\x0fNumberedRequest\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x34\n\x07request\x18\x02 \x01(\x0b\x32#.treadle.rollout.v1.GenerateRequest\x12*\n\x07timeout\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"K\n\x14GenerateManyResponse\x12\x33\n\x05parts\x18\x01 \x03(\x0b\x32$.treadle.rollout.v1.NumberedResponse\"\x90\x01\n\x10NumberedResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x36\n\x08response\x18\x02 \x01(\x0b\x32$.treadle.rollout.v1.GenerateResponse\x12\x34\n\x06status\x18\x03 \x01(\x0b\x32$.treadle.rollout.v1.CompletionStatus\"B\n\x10\x43ompletionStatus\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07\x64\x65tails\x18\x03 \x01(\x0c*\\\n\x0bLogprobMode\x12\x1c\n\x18LOGPROB_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11LOGPROB_MODE_NONE\x10\x01\x12\x18\n\x14LOGPROB_MODE_SAMPLED\x10\x02*~\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1d\n\x19\x46INISH_REASON_INTERRUPTED\x10\x03\x32\xd3\x01\n\x11GenerationService\x12W\n\x08Generate\x12#.treadle.rollout.v1.GenerateRequest\x1a$.treadle.rollout.v1.GenerateResponse0\x01\x12\x65\n\x0cGenerateMany\x12\'.treadle.rollout.v1.GenerateManyRequest\x1a(.treadle.rollout.v1.GenerateManyResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.rollout.v1.generation_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOGPROBMODE']._serialized_start=2958
-  _globals['_LOGPROBMODE']._serialized_end=3050
-  _globals['_FINISHREASON']._serialized_start=3052
-  _globals['_FINISHREASON']._serialized_end=3178
+  _globals['_LOGPROBMODE']._serialized_start=3005
+  _globals['_LOGPROBMODE']._serialized_end=3097
+  _globals['_FINISHREASON']._serialized_start=3099
+  _globals['_FINISHREASON']._serialized_end=3225
   _globals['_GENERATEREQUEST']._serialized_start=100
-  _globals['_GENERATEREQUEST']._serialized_end=574
-  _globals['_CONSTRAINT']._serialized_start=577
-  _globals['_CONSTRAINT']._serialized_end=754
-  _globals['_CHOICES']._serialized_start=756
-  _globals['_CHOICES']._serialized_end=780
-  _globals['_TAGGEDTEXT']._serialized_start=782
-  _globals['_TAGGEDTEXT']._serialized_end=884
-  _globals['_TAG']._serialized_start=886
-  _globals['_TAG']._serialized_end=940
-  _globals['_PROMPTIMAGE']._serialized_start=942
-  _globals['_PROMPTIMAGE']._serialized_end=1042
-  _globals['_SAMPLINGPARAMS']._serialized_start=1045
-  _globals['_SAMPLINGPARAMS']._serialized_end=1381
-  _globals['_GENERATERESPONSE']._serialized_start=1384
-  _globals['_GENERATERESPONSE']._serialized_end=1690
-  _globals['_GENERATEBATCH']._serialized_start=1693
-  _globals['_GENERATEBATCH']._serialized_end=1927
-  _globals['_GENERATESTARTED']._serialized_start=1929
-  _globals['_GENERATESTARTED']._serialized_end=2023
-  _globals['_PROMPTLOGPROBS']._serialized_start=2025
-  _globals['_PROMPTLOGPROBS']._serialized_end=2083
-  _globals['_TOKENCHUNK']._serialized_start=2085
-  _globals['_TOKENCHUNK']._serialized_end=2182
-  _globals['_GENERATEFINISHED']._serialized_start=2185
-  _globals['_GENERATEFINISHED']._serialized_end=2418
-  _globals['_GENERATEMANYREQUEST']._serialized_start=2420
-  _globals['_GENERATEMANYREQUEST']._serialized_end=2509
-  _globals['_NUMBEREDREQUEST']._serialized_start=2512
-  _globals['_NUMBEREDREQUEST']._serialized_end=2664
-  _globals['_GENERATEMANYRESPONSE']._serialized_start=2666
-  _globals['_GENERATEMANYRESPONSE']._serialized_end=2741
-  _globals['_NUMBEREDRESPONSE']._serialized_start=2744
-  _globals['_NUMBEREDRESPONSE']._serialized_end=2888
-  _globals['_COMPLETIONSTATUS']._serialized_start=2890
-  _globals['_COMPLETIONSTATUS']._serialized_end=2956
-  _globals['_GENERATIONSERVICE']._serialized_start=3181
-  _globals['_GENERATIONSERVICE']._serialized_end=3392
+  _globals['_GENERATEREQUEST']._serialized_end=597
+  _globals['_CONSTRAINT']._serialized_start=600
+  _globals['_CONSTRAINT']._serialized_end=777
+  _globals['_CHOICES']._serialized_start=779
+  _globals['_CHOICES']._serialized_end=803
+  _globals['_TAGGEDTEXT']._serialized_start=805
+  _globals['_TAGGEDTEXT']._serialized_end=907
+  _globals['_TAG']._serialized_start=909
+  _globals['_TAG']._serialized_end=963
+  _globals['_PROMPTIMAGE']._serialized_start=965
+  _globals['_PROMPTIMAGE']._serialized_end=1065
+  _globals['_SAMPLINGPARAMS']._serialized_start=1068
+  _globals['_SAMPLINGPARAMS']._serialized_end=1404
+  _globals['_GENERATERESPONSE']._serialized_start=1407
+  _globals['_GENERATERESPONSE']._serialized_end=1713
+  _globals['_GENERATEBATCH']._serialized_start=1716
+  _globals['_GENERATEBATCH']._serialized_end=1950
+  _globals['_GENERATESTARTED']._serialized_start=1952
+  _globals['_GENERATESTARTED']._serialized_end=2046
+  _globals['_PROMPTLOGPROBS']._serialized_start=2048
+  _globals['_PROMPTLOGPROBS']._serialized_end=2106
+  _globals['_TOKENCHUNK']._serialized_start=2108
+  _globals['_TOKENCHUNK']._serialized_end=2229
+  _globals['_GENERATEFINISHED']._serialized_start=2232
+  _globals['_GENERATEFINISHED']._serialized_end=2465
+  _globals['_GENERATEMANYREQUEST']._serialized_start=2467
+  _globals['_GENERATEMANYREQUEST']._serialized_end=2556
+  _globals['_NUMBEREDREQUEST']._serialized_start=2559
+  _globals['_NUMBEREDREQUEST']._serialized_end=2711
+  _globals['_GENERATEMANYRESPONSE']._serialized_start=2713
+  _globals['_GENERATEMANYRESPONSE']._serialized_end=2788
+  _globals['_NUMBEREDRESPONSE']._serialized_start=2791
+  _globals['_NUMBEREDRESPONSE']._serialized_end=2935
+  _globals['_COMPLETIONSTATUS']._serialized_start=2937
+  _globals['_COMPLETIONSTATUS']._serialized_end=3003
+  _globals['_GENERATIONSERVICE']._serialized_start=3228
+  _globals['_GENERATIONSERVICE']._serialized_end=3439
 # @@protoc_insertion_point(module_scope)

@@ -26,47 +26,47 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from treadle.rollout.v1 import weight_sync_service_pb2 as treadle_dot_rollout_dot_v1_dot_weight__sync__service__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'treadle/rollout/v1/server_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a,treadle/rollout/v1/weight_sync_service.proto\"&\n\x14GetServerInfoRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\"\xac\x03\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\x36\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32 .treadle.rollout.v1.Capabilities\x12,\n\x05model\x18\x05 \x01(\x0b\x32\x1d.treadle.rollout.v1.ModelInfo\x12.\n\x05state\x18\x06 \x01(\x0e\x32\x1f.treadle.rollout.v1.ServerState\x12\x16\n\x0eweight_version\x18\x07 \x01(\x04\x12\x33\n\x06limits\x18\x08 \x01(\x0b\x32#.treadle.rollout.v1.AdmissionLimits\x12\x13\n\x0bnum_workers\x18\t \x01(\r\x12,\n\x04load\x18\n \x01(\x0b\x32\x1e.treadle.rollout.v1.ServerLoad\x12-\n\x08time_use\x18\x0b \x01(\x0b\x32\x1b.treadle.rollout.v1.TimeUse\"\x86\x03\n\x0c\x43\x61pabilities\x12\x18\n\x10sampled_logprobs\x18\x01 \x01(\x08\x12\x10\n\x08priority\x18\x02 \x01(\x08\x12\x1a\n\x12in_flight_continue\x18\x03 \x01(\x08\x12\x18\n\x10inline_transport\x18\x04 \x01(\x08\x12\x16\n\x0e\x66ile_transport\x18\x05 \x01(\x08\x12\x1c\n\x14\x63ollective_transport\x18\x06 \x01(\x08\x12\x16\n\x0erelease_memory\x18\x07 \x01(\x08\x12\x0e\n\x06images\x18\x08 \x01(\x08\x12\x1f\n\x17shared_memory_transport\x18\t \x01(\x08\x12\x17\n\x0fin_place_update\x18\n \x01(\x08\x12\x16\n\x0e\x64\x65lta_encoding\x18\x0b \x01(\x08\x12\x16\n\x0erouted_experts\x18\x0c \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\r \x01(\x08\x12\x1c\n\x14\x63onstrained_sampling\x18\x0e \x01(\x08\x12\x15\n\rgenerate_many\x18\x0f \x01(\x08\"\xc6\x01\n\tModelInfo\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x16\n\x0enum_moe_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x08 \x01(\r\"W\n\x0f\x41\x64missionLimits\x12\x15\n\rmax_in_flight\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x03 \x01(\x04\"a\n\nServerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x05 \x01(\x04\"\xbb\x02\n\x07TimeUse\x12+\n\x08starting\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07waiting\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07weights\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06memory\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0cPauseRequest\x12\x35\n\tin_flight\x18\x01 \x01(\x0e\x32\".treadle.rollout.v1.InFlightPolicy\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"E\n\x14ReleaseMemoryRequest\x12-\n\x05kinds\x18\x01 \x03(\x0e\x32\x1e.treadle.rollout.v1.MemoryKind\"\x17\n\x15ReleaseMemoryResponse\"E\n\x14RestoreMemoryRequest\x12-\n\x05kinds\x18\x01 \x03(\x0e\x32\x1e.treadle.rollout.v1.MemoryKind\"\x17\n\x15RestoreMemoryResponse*\xc7\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x17\n\x13SERVER_STATE_PAUSED\x10\x03\x12\x19\n\x15SERVER_STATE_UPDATING\x10\x04\x12\x17\n\x13SERVER_STATE_FAILED\x10\x05\x12\x19\n\x15SERVER_STATE_STOPPING\x10\x06*\\\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_KIND_WEIGHTS\x10\x01\x12\x18\n\x14MEMORY_KIND_KV_CACHE\x10\x02\x32\xe0\x03\n\rServerService\x12\x64\n\rGetServerInfo\x12(.treadle.rollout.v1.GetServerInfoRequest\x1a).treadle.rollout.v1.GetServerInfoResponse\x12L\n\x05Pause\x12 .treadle.rollout.v1.PauseRequest\x1a!.treadle.rollout.v1.PauseResponse\x12O\n\x06Resume\x12!.treadle.rollout.v1.ResumeRequest\x1a\".treadle.rollout.v1.ResumeResponse\x12\x64\n\rReleaseMemory\x12(.treadle.rollout.v1.ReleaseMemoryRequest\x1a).treadle.rollout.v1.ReleaseMemoryResponse\x12\x64\n\rRestoreMemory\x12(.treadle.rollout.v1.RestoreMemoryRequest\x1a).treadle.rollout.v1.RestoreMemoryResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'treadle/rollout/v1/server_service.proto\x12\x12treadle.rollout.v1\x1a\x1egoogle/protobuf/duration.proto\x1a,treadle/rollout/v1/weight_sync_service.proto\"&\n\x14GetServerInfoRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\t\"\xac\x03\n\x15GetServerInfoResponse\x12\x16\n\x0eserver_version\x18\x01 \x01(\t\x12\x0e\n\x06\x65ngine\x18\x02 \x01(\t\x12\x16\n\x0e\x65ngine_version\x18\x03 \x01(\t\x12\x36\n\x0c\x63\x61pabilities\x18\x04 \x01(\x0b\x32 .treadle.rollout.v1.Capabilities\x12,\n\x05model\x18\x05 \x01(\x0b\x32\x1d.treadle.rollout.v1.ModelInfo\x12.\n\x05state\x18\x06 \x01(\x0e\x32\x1f.treadle.rollout.v1.ServerState\x12\x16\n\x0eweight_version\x18\x07 \x01(\x04\x12\x33\n\x06limits\x18\x08 \x01(\x0b\x32#.treadle.rollout.v1.AdmissionLimits\x12\x13\n\x0bnum_workers\x18\t \x01(\r\x12,\n\x04load\x18\n \x01(\x0b\x32\x1e.treadle.rollout.v1.ServerLoad\x12-\n\x08time_use\x18\x0b \x01(\x0b\x32\x1b.treadle.rollout.v1.TimeUse\"\x9d\x03\n\x0c\x43\x61pabilities\x12\x18\n\x10sampled_logprobs\x18\x01 \x01(\x08\x12\x10\n\x08priority\x18\x02 \x01(\x08\x12\x1a\n\x12in_flight_continue\x18\x03 \x01(\x08\x12\x18\n\x10inline_transport\x18\x04 \x01(\x08\x12\x16\n\x0e\x66ile_transport\x18\x05 \x01(\x08\x12\x1c\n\x14\x63ollective_transport\x18\x06 \x01(\x08\x12\x16\n\x0erelease_memory\x18\x07 \x01(\x08\x12\x0e\n\x06images\x18\x08 \x01(\x08\x12\x1f\n\x17shared_memory_transport\x18\t \x01(\x08\x12\x17\n\x0fin_place_update\x18\n \x01(\x08\x12\x16\n\x0e\x64\x65lta_encoding\x18\x0b \x01(\x08\x12\x16\n\x0erouted_experts\x18\x0c \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\r \x01(\x08\x12\x1c\n\x14\x63onstrained_sampling\x18\x0e \x01(\x08\x12\x15\n\rgenerate_many\x18\x0f \x01(\x08\x12\x15\n\rsampling_mask\x18\x10 \x01(\x08\"\xc6\x01\n\tModelInfo\x12\x14\n\x0c\x61rchitecture\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x16\n\x0e\x63ontext_length\x18\x03 \x01(\r\x12\x18\n\x10tokenizer_sha256\x18\x04 \x01(\x0c\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\x16\n\x0enum_moe_layers\x18\x06 \x01(\r\x12\x13\n\x0bnum_experts\x18\x07 \x01(\r\x12\x19\n\x11\x65xperts_per_token\x18\x08 \x01(\r\"W\n\x0f\x41\x64missionLimits\x12\x15\n\rmax_in_flight\x18\x01 \x01(\r\x12\x12\n\nmax_queued\x18\x02 \x01(\r\x12\x19\n\x11max_request_bytes\x18\x03 \x01(\x04\"a\n\nServerLoad\x12\x0f\n\x07running\x18\x01 \x01(\r\x12\x0e\n\x06queued\x18\x02 \x01(\r\x12\x0f\n\x07started\x18\x03 \x01(\x04\x12\x10\n\x08\x66inished\x18\x04 \x01(\x04\x12\x0f\n\x07\x61\x62orted\x18\x05 \x01(\x04\"\xbb\x02\n\x07TimeUse\x12+\n\x08starting\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x64\x65\x63ode\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07waiting\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07weights\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06memory\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06\x66\x61iled\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"E\n\x0cPauseRequest\x12\x35\n\tin_flight\x18\x01 \x01(\x0e\x32\".treadle.rollout.v1.InFlightPolicy\"\x0f\n\rPauseResponse\"\x0f\n\rResumeRequest\"\x10\n\x0eResumeResponse\"E\n\x14ReleaseMemoryRequest\x12-\n\x05kinds\x18\x01 \x03(\x0e\x32\x1e.treadle.rollout.v1.MemoryKind\"\x17\n\x15ReleaseMemoryResponse\"E\n\x14RestoreMemoryRequest\x12-\n\x05kinds\x18\x01 \x03(\x0e\x32\x1e.treadle.rollout.v1.MemoryKind\"\x17\n\x15RestoreMemoryResponse*\xc7\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x17\n\x13SERVER_STATE_PAUSED\x10\x03\x12\x19\n\x15SERVER_STATE_UPDATING\x10\x04\x12\x17\n\x13SERVER_STATE_FAILED\x10\x05\x12\x19\n\x15SERVER_STATE_STOPPING\x10\x06*\\\n\nMemoryKind\x12\x1b\n\x17MEMORY_KIND_UNSPECIFIED\x10\x00\x12\x17\n\x13MEMORY_KIND_WEIGHTS\x10\x01\x12\x18\n\x14MEMORY_KIND_KV_CACHE\x10\x02\x32\xe0\x03\n\rServerService\x12\x64\n\rGetServerInfo\x12(.treadle.rollout.v1.GetServerInfoRequest\x1a).treadle.rollout.v1.GetServerInfoResponse\x12L\n\x05Pause\x12 .treadle.rollout.v1.PauseRequest\x1a!.treadle.rollout.v1.PauseResponse\x12O\n\x06Resume\x12!.treadle.rollout.v1.ResumeRequest\x1a\".treadle.rollout.v1.ResumeResponse\x12\x64\n\rReleaseMemory\x12(.treadle.rollout.v1.ReleaseMemoryRequest\x1a).treadle.rollout.v1.ReleaseMemoryResponse\x12\x64\n\rRestoreMemory\x12(.treadle.rollout.v1.RestoreMemoryRequest\x1a).treadle.rollout.v1.RestoreMemoryResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'treadle.rollout.v1.server_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SERVERSTATE']._serialized_start=2028
-  _globals['_SERVERSTATE']._serialized_end=2227
-  _globals['_MEMORYKIND']._serialized_start=2229
-  _globals['_MEMORYKIND']._serialized_end=2321
+  _globals['_SERVERSTATE']._serialized_start=2051
+  _globals['_SERVERSTATE']._serialized_end=2250
+  _globals['_MEMORYKIND']._serialized_start=2252
+  _globals['_MEMORYKIND']._serialized_end=2344
   _globals['_GETSERVERINFOREQUEST']._serialized_start=141
   _globals['_GETSERVERINFOREQUEST']._serialized_end=179
   _globals['_GETSERVERINFORESPONSE']._serialized_start=182
   _globals['_GETSERVERINFORESPONSE']._serialized_end=610
   _globals['_CAPABILITIES']._serialized_start=613
-  _globals['_CAPABILITIES']._serialized_end=1003
-  _globals['_MODELINFO']._serialized_start=1006
-  _globals['_MODELINFO']._serialized_end=1204
-  _globals['_ADMISSIONLIMITS']._serialized_start=1206
-  _globals['_ADMISSIONLIMITS']._serialized_end=1293
-  _globals['_SERVERLOAD']._serialized_start=1295
-  _globals['_SERVERLOAD']._serialized_end=1392
-  _globals['_TIMEUSE']._serialized_start=1395
-  _globals['_TIMEUSE']._serialized_end=1710
-  _globals['_PAUSEREQUEST']._serialized_start=1712
-  _globals['_PAUSEREQUEST']._serialized_end=1781
-  _globals['_PAUSERESPONSE']._serialized_start=1783
-  _globals['_PAUSERESPONSE']._serialized_end=1798
-  _globals['_RESUMEREQUEST']._serialized_start=1800
-  _globals['_RESUMEREQUEST']._serialized_end=1815
-  _globals['_RESUMERESPONSE']._serialized_start=1817
-  _globals['_RESUMERESPONSE']._serialized_end=1833
-  _globals['_RELEASEMEMORYREQUEST']._serialized_start=1835
-  _globals['_RELEASEMEMORYREQUEST']._serialized_end=1904
-  _globals['_RELEASEMEMORYRESPONSE']._serialized_start=1906
-  _globals['_RELEASEMEMORYRESPONSE']._serialized_end=1929
-  _globals['_RESTOREMEMORYREQUEST']._serialized_start=1931
-  _globals['_RESTOREMEMORYREQUEST']._serialized_end=2000
-  _globals['_RESTOREMEMORYRESPONSE']._serialized_start=2002
-  _globals['_RESTOREMEMORYRESPONSE']._serialized_end=2025
-  _globals['_SERVERSERVICE']._serialized_start=2324
-  _globals['_SERVERSERVICE']._serialized_end=2804
+  _globals['_CAPABILITIES']._serialized_end=1026
+  _globals['_MODELINFO']._serialized_start=1029
+  _globals['_MODELINFO']._serialized_end=1227
+  _globals['_ADMISSIONLIMITS']._serialized_start=1229
+  _globals['_ADMISSIONLIMITS']._serialized_end=1316
+  _globals['_SERVERLOAD']._serialized_start=1318
+  _globals['_SERVERLOAD']._serialized_end=1415
+  _globals['_TIMEUSE']._serialized_start=1418
+  _globals['_TIMEUSE']._serialized_end=1733
+  _globals['_PAUSEREQUEST']._serialized_start=1735
+  _globals['_PAUSEREQUEST']._serialized_end=1804
+  _globals['_PAUSERESPONSE']._serialized_start=1806
+  _globals['_PAUSERESPONSE']._serialized_end=1821
+  _globals['_RESUMEREQUEST']._serialized_start=1823
+  _globals['_RESUMEREQUEST']._serialized_end=1838
+  _globals['_RESUMERESPONSE']._serialized_start=1840
+  _globals['_RESUMERESPONSE']._serialized_end=1856
+  _globals['_RELEASEMEMORYREQUEST']._serialized_start=1858
+  _globals['_RELEASEMEMORYREQUEST']._serialized_end=1927
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_start=1929
+  _globals['_RELEASEMEMORYRESPONSE']._serialized_end=1952
+  _globals['_RESTOREMEMORYREQUEST']._serialized_start=1954
+  _globals['_RESTOREMEMORYREQUEST']._serialized_end=2023
+  _globals['_RESTOREMEMORYRESPONSE']._serialized_start=2025
+  _globals['_RESTOREMEMORYRESPONSE']._serialized_end=2048
+  _globals['_SERVERSERVICE']._serialized_start=2347
+  _globals['_SERVERSERVICE']._serialized_end=2827
 # @@protoc_insertion_point(module_scope)

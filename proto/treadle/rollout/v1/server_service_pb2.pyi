@@ -70,7 +70,7 @@ class GetServerInfoResponse(_message.Message):
     def __init__(self, server_version: _Optional[str] = ..., engine: _Optional[str] = ..., engine_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ..., model: _Optional[_Union[ModelInfo, _Mapping]] = ..., state: _Optional[_Union[ServerState, str]] = ..., weight_version: _Optional[int] = ..., limits: _Optional[_Union[AdmissionLimits, _Mapping]] = ..., num_workers: _Optional[int] = ..., load: _Optional[_Union[ServerLoad, _Mapping]] = ..., time_use: _Optional[_Union[TimeUse, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts", "prompt_logprobs", "constrained_sampling", "generate_many")
+    __slots__ = ("sampled_logprobs", "priority", "in_flight_continue", "inline_transport", "file_transport", "collective_transport", "release_memory", "images", "shared_memory_transport", "in_place_update", "delta_encoding", "routed_experts", "prompt_logprobs", "constrained_sampling", "generate_many", "sampling_mask")
     SAMPLED_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     IN_FLIGHT_CONTINUE_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class Capabilities(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CONSTRAINED_SAMPLING_FIELD_NUMBER: _ClassVar[int]
     GENERATE_MANY_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_MASK_FIELD_NUMBER: _ClassVar[int]
     sampled_logprobs: bool
     priority: bool
     in_flight_continue: bool
@@ -101,7 +102,8 @@ class Capabilities(_message.Message):
     prompt_logprobs: bool
     constrained_sampling: bool
     generate_many: bool
-    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ..., routed_experts: bool = ..., prompt_logprobs: bool = ..., constrained_sampling: bool = ..., generate_many: bool = ...) -> None: ...
+    sampling_mask: bool
+    def __init__(self, sampled_logprobs: bool = ..., priority: bool = ..., in_flight_continue: bool = ..., inline_transport: bool = ..., file_transport: bool = ..., collective_transport: bool = ..., release_memory: bool = ..., images: bool = ..., shared_memory_transport: bool = ..., in_place_update: bool = ..., delta_encoding: bool = ..., routed_experts: bool = ..., prompt_logprobs: bool = ..., constrained_sampling: bool = ..., generate_many: bool = ..., sampling_mask: bool = ...) -> None: ...
 
 class ModelInfo(_message.Message):
     __slots__ = ("architecture", "vocab_size", "context_length", "tokenizer_sha256", "eos_token_ids", "num_moe_layers", "num_experts", "experts_per_token")

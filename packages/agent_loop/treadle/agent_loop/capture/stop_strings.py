@@ -92,7 +92,12 @@ def _first(completion: Completion, size: int) -> Completion:
         if size <= 0:
             break
         chunks.append(
-            replace(chunk, token_ids=chunk.token_ids[:size], logprobs=chunk.logprobs[:size])
+            replace(
+                chunk,
+                token_ids=chunk.token_ids[:size],
+                logprobs=chunk.logprobs[:size],
+                sampling_masks=chunk.sampling_masks[:size],
+            )
         )
         size -= len(chunk.token_ids)
     return replace(completion, chunks=tuple(chunks), finish=FinishReason.STOP)

@@ -42,6 +42,7 @@ from treadle.agent_loop.rpc.handshake import (
     CONSTRAINED_SAMPLING,
     PROMPT_LOGPROBS,
     ROUTED_EXPERTS,
+    SAMPLING_MASK,
     Requirements,
     ServerInfo,
     check_images_taken,
@@ -266,7 +267,9 @@ class GrpcTokenGenerator:
         experts_from = in_flight.next_routed_experts_from()
         logprobs_from = in_flight.next_prompt_logprobs_from()
         if logprobs_from is not None:
-            _check_scores(replica.info)
+            _check_reports(replica.info, PROMPT_LOGPROBS)
+        if params.sampling_mask:
+            _check_reports(replica.info, SAMPLING_MASK)
         oldest = max(in_flight.request.min_weight_version, self._min_weight_version)
         stream = CompletionStream(
             address=replica.info.address,
@@ -426,16 +429,16 @@ def _check_constrains(server: ServerInfo, in_flight: InFlightCompletion) -> None
         )
 
 
-def _check_scores(server: ServerInfo) -> None:
-    """Checks that a server reports the log-probabilities of prompts.
+def _check_reports(server: ServerInfo, capability: str) -> None:
+    """Checks that a server reports what a request asks for.
 
     Raises:
         SetupError: It does not.
     """
-    if PROMPT_LOGPROBS not in server.capabilities:
+    if capability not in server.capabilities:
         raise SetupError(
-            f"{server.address}: engine {server.engine!r} reports no log-probabilities of prompts; "
-            f"ask for the capability {PROMPT_LOGPROBS!r} at connect to learn it at start"
+            f"{server.address}: engine {server.engine!r} with {server.architecture} lacks the "
+            f"capability {capability!r}; ask for it at connect to learn it at start"
         )
 
 
@@ -445,12 +448,7 @@ def _no_rows(server: ServerInfo, first: int) -> RoutedExperts:
     Raises:
         SetupError: The server reports none.
     """
-    if ROUTED_EXPERTS not in server.capabilities:
-        raise SetupError(
-            f"{server.address}: engine {server.engine!r} with {server.architecture} reports no "
-            f"routed experts; ask for the capability {ROUTED_EXPERTS!r} at connect to learn it at "
-            "start"
-        )
+    _check_reports(server, ROUTED_EXPERTS)
     return RoutedExperts(
         first=first,
         num_layers=server.num_moe_layers,

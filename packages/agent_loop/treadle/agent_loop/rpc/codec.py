@@ -64,6 +64,7 @@ def encode_request(
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
         constraint=_encode_constraint(params.constraint),
+        sampling_mask=params.sampling_mask,
     )
 
 

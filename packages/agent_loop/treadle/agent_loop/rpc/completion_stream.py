@@ -2,9 +2,9 @@
 
 Invariant: one `started`, then tokens, then one `finished`, then the end. Counts add up; there is
 no token after a stop id or beyond max_tokens; ids are below the vocabulary size; versions are not
-older than requested; the experts of all rows come if they were asked for, and so do the
-log-probabilities of the prompt, before the first token. Anything else is a `ContractError`, because
-wrong tokens in the training data are worse than none.
+older than requested; the experts of all rows and the sampling masks of all tokens come if they were
+asked for, and so do the log-probabilities of the prompt, before the first token. Anything else is a
+`ContractError`, because wrong tokens in the training data are worse than none.
 
 `read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
 `async for` does not, and the server would continue to generate. The reader waits for the server,
@@ -179,6 +179,9 @@ class CompletionStream:
             self._refuse("a chunk holds no token")
         if len(tokens.logprobs) != len(ids):
             self._refuse(f"{len(ids)} tokens came with {len(tokens.logprobs)} logprobs")
+        masks = tuple(tokens.sampling_masks)
+        if len(masks) != (asked := len(ids) if self.params.sampling_mask else 0):
+            self._refuse(f"{len(masks)} sampling masks came with {len(ids)} tokens, not {asked}")
         logprobs = tuple(tokens.logprobs)
         self._check_logprobs(logprobs)
         if (got := len(self.prompt_logprobs)) < (asked := self.num_prompt_logprobs):
@@ -199,6 +202,7 @@ class CompletionStream:
                 token_ids=ids,
                 logprobs=logprobs,
                 weight_version=tokens.weight_version,
+                sampling_masks=masks,
             )
         )
 

@@ -26,11 +26,14 @@ def end(count: int, reason: pb.FinishReason = pb.FINISH_REASON_STOP) -> pb.Gener
 
 
 def stream(
-    asked_experts: RoutedExperts | None = None, *, num_prompt_logprobs: int = 0
+    asked_experts: RoutedExperts | None = None,
+    *,
+    num_prompt_logprobs: int = 0,
+    sampling_mask: bool = False,
 ) -> CompletionStream:
     return CompletionStream(
         address="h:1",
-        params=SamplingParams(max_tokens=4, stop_token_ids=(9,)),
+        params=SamplingParams(max_tokens=4, stop_token_ids=(9,), sampling_mask=sampling_mask),
         vocab_size=10,
         min_weight_version=3,
         num_prompt_tokens=5,
@@ -169,6 +172,22 @@ def test_experts_are_those_that_were_asked_for(
     with pytest.raises(ContractError, match=problem):
         for event in events:
             reader.accept(event)
+
+
+@pytest.mark.parametrize(
+    ("asked", "came", "problem"),
+    [(True, 0, "0 sampling masks came with 2 tokens, not 2"), (False, 2, "2 .*tokens, not 0")],
+)
+def test_sampling_masks_are_those_that_were_asked_for(asked: bool, came: int, problem: str) -> None:
+    reader, event = stream(sampling_mask=asked), chunk(1, 2)
+    event.tokens.sampling_masks.extend([b"\x03"] * came)
+    reader.accept(STARTED)
+    with pytest.raises(ContractError, match=problem):
+        reader.accept(event)
+    event.tokens.ClearField("sampling_masks")
+    event.tokens.sampling_masks.extend([b"\x03", b""] if asked else [])
+    reader.accept(event)
+    assert reader.chunks[0].sampling_masks == ((b"\x03", b"") if asked else ())
 
 
 def test_a_stream_that_breaks_off_keeps_the_experts_of_its_tokens() -> None:

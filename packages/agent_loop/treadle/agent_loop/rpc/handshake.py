@@ -23,6 +23,14 @@ GENERATE_MANY = "generate_many"
 PROMPT_LOGPROBS = "prompt_logprobs"
 """The capability that `RequestContext.prompt_logprobs_from` requires."""
 
+SAMPLING_MASK = "sampling_mask"
+"""The capability that `SamplingParams.sampling_mask` requires."""
+
+_FIXES = {
+    SAMPLING_MASK: ". Training with top_p, top_k or min_p needs it: sample with top_p 1, no top_k "
+    "and min_p 0, or start a server of a release that has it"
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerInfo:
@@ -127,7 +135,7 @@ def _unmet(server: ServerInfo, needs: Requirements) -> list[str]:
         )
     problems.extend(
         f"{server.address}: engine {server.engine!r} lacks the capability {name!r}; it has "
-        f"{', '.join(sorted(server.capabilities)) or 'none'}"
+        f"{', '.join(sorted(server.capabilities)) or 'none'}{_FIXES.get(name, '')}"
         for name in sorted(needs.capabilities - server.capabilities)
     )
     return problems

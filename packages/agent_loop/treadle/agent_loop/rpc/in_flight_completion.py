@@ -111,6 +111,7 @@ class InFlightCompletion:
                     token_ids=last.token_ids + chunk.token_ids,
                     logprobs=last.logprobs + chunk.logprobs,
                     weight_version=chunk.weight_version,
+                    sampling_masks=last.sampling_masks + chunk.sampling_masks,
                 )
             self.chunks.append(chunk)
         if (routed := stream.routed_experts()) is not None:

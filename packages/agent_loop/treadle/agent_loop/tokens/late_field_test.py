@@ -24,6 +24,7 @@ def late(table: SpanTable) -> Tokens:
         logprobs=FloatArray(WHOLE.logprobs),
         images=(),
         routed_experts=None,
+        sampling_masks=(),
     )
 
 

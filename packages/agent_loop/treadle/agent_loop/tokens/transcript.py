@@ -10,7 +10,9 @@ Invariants, at every moment:
 5. Images lie completely within PROMPT and OBSERVED spans, in order, without overlap.
 6. Experts, if the engine reports them, are those of the first E <= L rows; a row's experts are
    those with which the engine computed it first.
-7. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
+7. Sampling masks, if the engine reports them, are those of its tokens; any other has the whole
+   vocabulary.
+8. Written tokens never change: each state is a prefix of every later one, and the prompt of turn
    n+1 begins with all tokens of turn n.
 
 Sampled ids are the truth: text is a view of them, and nothing is retokenised. A token takes 8
@@ -60,6 +62,8 @@ _ORIGINS: Final = tuple(Origin)
 _SAMPLED: Final = _ORIGINS.index(Origin.SAMPLED)
 _FLOAT_BYTES: Final = 4
 _MAX_NUMBER: Final = 2**32 - 1
+_WHOLE: Final = b"\x00"
+"""The sampling mask that keeps the whole vocabulary."""
 
 
 class SpanTable(FieldSource[tuple[Span, ...]]):
@@ -201,6 +205,8 @@ class Tokens(LateField[SpanTable]):
         images: In the order of their positions, which count from the first id.
         routed_experts: Experts of the first rows, at most L; None if the engine was not asked for
             them.
+        sampling_masks: [L], as `TokenChunk.sampling_masks`; the whole vocabulary where the engine
+            was not asked for one. Empty if it never was.
 
     Args are any sequences of numbers, which become arrays.
 
@@ -215,6 +221,7 @@ class Tokens(LateField[SpanTable]):
     spans: tuple[Span, ...]
     images: tuple[PlacedImage, ...] = ()
     routed_experts: RoutedExperts | None = None
+    sampling_masks: tuple[bytes, ...] = ()
 
     def __init__(
         self,
@@ -224,10 +231,13 @@ class Tokens(LateField[SpanTable]):
         spans: tuple[Span, ...],
         images: tuple[PlacedImage, ...] = (),
         routed_experts: RoutedExperts | None = None,
+        sampling_masks: tuple[bytes, ...] = (),
     ) -> None:
         length = len(ids)
         if len(logprobs) != length:
             raise ValueError(f"{length} ids have {len(logprobs)} logprobs")
+        if sampling_masks and len(sampling_masks) != length:
+            raise ValueError(f"{length} ids have {len(sampling_masks)} sampling masks")
         if length != (spans[-1].stop if spans else 0):
             raise ValueError(f"{length} ids have spans {spans}, which do not tile them")
         object.__setattr__(self, "ids", IntArray.of(ids))
@@ -235,6 +245,7 @@ class Tokens(LateField[SpanTable]):
         object.__setattr__(self, "spans", spans)
         object.__setattr__(self, "images", images)
         object.__setattr__(self, "routed_experts", routed_experts)
+        object.__setattr__(self, "sampling_masks", sampling_masks)
 
     @classmethod
     def empty(cls) -> "Tokens":
@@ -311,6 +322,7 @@ class Transcript:
         self._spans = [Span(origin=Origin.PROMPT, start=0, stop=len(prompt))]
         self._images = list(Rendering(ids=tuple(prompt), images=tuple(images)).images)
         self._experts: list[RoutedExperts] = []
+        self._masks: list[bytes] = []
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -358,6 +370,9 @@ class Transcript:
                 f"{self.num_routed_rows} rows are known"
             )
         for chunk in completion.chunks:
+            if chunk.sampling_masks:
+                self._masks += [_WHOLE] * (len(self._ids) - len(self._masks))
+                self._masks += chunk.sampling_masks
             self._write(chunk.token_ids, chunk.logprobs, Origin.SAMPLED, chunk.weight_version)
         if experts is not None:
             self._experts.append(experts.until(len(self._ids)))
@@ -416,6 +431,11 @@ class Transcript:
                 self._experts[0].followed_by(self._experts[1:]).until(size)
                 if self._experts
                 else None
+            ),
+            sampling_masks=(
+                tuple((self._masks + [_WHOLE] * (size - len(self._masks)))[:size])
+                if self._masks
+                else ()
             ),
         )
 

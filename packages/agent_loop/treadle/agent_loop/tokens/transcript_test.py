@@ -143,6 +143,27 @@ def test_experts_stay_with_their_rows(
         assert frozen.routed_experts is None
 
 
+def test_sampling_masks_stay_with_their_tokens() -> None:
+    def completion(*masks: bytes) -> Completion:
+        chunk = TokenChunk(
+            token_ids=(4, 5), logprobs=(-1.0, -1.0), weight_version=0, sampling_masks=masks
+        )
+        return Completion(chunks=(chunk,), finish=FinishReason.STOP)
+
+    transcript = Transcript([1, 2])
+    transcript.sample(completion())
+    assert transcript.freeze().sampling_masks == ()
+    transcript.observe([3])
+    transcript.sample(completion(b"", b"\x07"))
+    transcript.observe([3])
+    whole = b"\x00"
+    frozen = transcript.freeze()
+    assert frozen.sampling_masks == (*[whole] * 5, b"", b"\x07", whole)
+    assert transcript.freeze(max_response_tokens=4).sampling_masks == (*[whole] * 5, b"")
+    with pytest.raises(ValueError, match="2 tokens has 1 sampling masks"):
+        completion(b"")
+
+
 def test_experts_that_leave_a_gap_are_refused() -> None:
     transcript = Transcript([1, 2, 3])
     chunk = TokenChunk(token_ids=(4,), logprobs=(-1.0,), weight_version=0)

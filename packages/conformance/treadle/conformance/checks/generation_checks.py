@@ -404,6 +404,13 @@ class CheckRefusals(Checks):
             found = await server.refused_generate(routed_experts_from=0)
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
+    async def test_sampling_masks_are_refused_without_the_capability(self) -> None:
+        async with self.connect() as server:
+            if server.capabilities.sampling_mask:
+                pytest.skip("the server reports sampling masks")
+            found = await server.refused_generate(sampling_mask=True)
+        assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
+
     async def test_experts_from_beyond_the_prompt_are_refused(self) -> None:
         async with self.connect() as server:
             if not server.capabilities.routed_experts:

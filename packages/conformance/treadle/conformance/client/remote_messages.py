@@ -76,6 +76,7 @@ def read_info(
             routed_experts=can.routed_experts,
             prompt_logprobs=can.prompt_logprobs,
             constrained_sampling=can.constrained_sampling,
+            sampling_mask=can.sampling_mask,
         ),
         model=ModelInfo(
             architecture=model.architecture,
@@ -115,6 +116,7 @@ def encode_request(request: EngineRequest, request_id: str) -> gen.GenerateReque
         routed_experts_from=request.routed_experts_from,
         prompt_logprobs_from=request.prompt_logprobs_from,
         constraint=_encode_constraint(request.constraint),
+        sampling_mask=request.sampling_mask,
         images=[
             gen.PromptImage(
                 data=image.data,
@@ -165,6 +167,7 @@ def decode_event(response: gen.GenerateResponse) -> EngineEvent:
                 tuple(chunk.logprobs),
                 chunk.weight_version,
                 chunk.routed_experts,
+                tuple(chunk.sampling_masks),
             )
         case "finished":
             reason = response.finished.reason

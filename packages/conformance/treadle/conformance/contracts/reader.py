@@ -46,6 +46,7 @@ class Output:
     versions: tuple[int, ...]
     cached_prompt_tokens: int
     routed_experts: bytes
+    sampling_masks: tuple[bytes, ...]
     prompt_logprobs: tuple[float, ...]
     prompt_versions: tuple[int, ...]
     reason: FinishReason
@@ -86,6 +87,7 @@ class Reader:
         logprobs: list[float] = []
         versions: list[int] = []
         routed: list[bytes] = []
+        masks: list[bytes] = []
         prompt_logprobs: list[float] = []
         prompt_versions: list[int] = []
         started: Started | None = None
@@ -112,6 +114,12 @@ class Reader:
                             f"{len(event.logprobs)} log-probs came with "
                             f"{len(event.token_ids)} tokens, expected {wanted}"
                         )
+                        wanted = len(event.token_ids) if request.sampling_mask else 0
+                        assert len(event.sampling_masks) == wanted, (
+                            f"{len(event.sampling_masks)} sampling masks came with "
+                            f"{len(event.token_ids)} tokens, expected {wanted}"
+                        )
+                        masks.extend(event.sampling_masks)
                         token_ids.extend(event.token_ids)
                         logprobs.extend(event.logprobs)
                         versions.extend([event.weight_version] * len(event.token_ids))
@@ -125,6 +133,7 @@ class Reader:
             versions=tuple(versions),
             cached_prompt_tokens=started.cached_prompt_tokens,
             routed_experts=b"".join(routed),
+            sampling_masks=tuple(masks),
             prompt_logprobs=tuple(prompt_logprobs),
             prompt_versions=tuple(prompt_versions),
             reason=reason,
@@ -153,6 +162,7 @@ def request(
     routed_experts_from: int | None = None,
     prompt_logprobs_from: int | None = None,
     constraint: Constraint | None = None,
+    sampling_mask: bool = False,
     **sampling: object,
 ) -> EngineRequest:
     """Returns a greedy request for 16 tokens that ignores end of sequence; arguments override."""
@@ -166,6 +176,7 @@ def request(
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
         constraint=constraint,
+        sampling_mask=sampling_mask,
     )
 
 

@@ -28,6 +28,7 @@ from treadle.rollout_server.engine import (
     TaggedText,
 )
 from treadle.rollout_server.errors import RolloutServerError
+from treadle.rollout_server.sampling_mask import decode
 
 _COARSE_NATS = 1e-2
 """A tolerance from here on is that of logits in bfloat16, of which several may be the largest."""
@@ -242,6 +243,40 @@ class SamplingContract(ContractBase):
                 f"id {output.token_ids[0]} has two log-probs after one prompt"
             )
         return found
+
+    async def test_a_logprob_is_that_among_the_ids_of_its_sampling_mask(self) -> None:
+        """Against the log-probs of these ids in prompts, which are of the whole vocabulary."""
+        async with self.engine() as engine:
+            can, vocab_size = engine.info.capabilities, engine.info.model.vocab_size
+            skip_unless(can.sampling_mask, "this engine reports no sampling masks")
+            skip_unless(can.prompt_logprobs, "this engine reports no log-probs of prompts")
+            prompt = random_prompt(30, vocab_size, seed=11)
+            masked = [
+                request(prompt, seed=n, temperature=1.0, top_k=12, sampling_mask=True, **more)
+                for n, more in enumerate(({}, {"top_p": 0.6}, {"min_p": 0.3}))
+            ]
+            greedy, plain = request(prompt, sampling_mask=True), request(prompt)
+            *outputs, greedy_output, _ = await run_all(engine, [*masked, greedy, plain])
+            assert set(greedy_output.sampling_masks) == {b""}
+            several = 0
+            for one, output in zip(masked, outputs, strict=True):
+                for place in (0, len(output.token_ids) - 1):
+                    drawn = output.token_ids[place]
+                    kept = decode(output.sampling_masks[place], drawn, vocab_size)
+                    assert len(kept) <= 12 and max(kept) < vocab_size, kept
+                    before = (*one.prompt, *output.token_ids[:place])
+                    asked = [
+                        request((*before, each), max_tokens=1, prompt_logprobs_from=len(before))
+                        for each in sorted(kept)
+                    ]
+                    whole = [each.prompt_logprobs[0] for each in await run_all(engine, asked)]
+                    mass = math.log(sum(map(math.exp, whole)))
+                    told = whole[sorted(kept).index(drawn)] - mass
+                    assert output.logprobs[place] == pytest.approx(
+                        told, abs=2 * self.logprob_tolerance
+                    ), f"{one.sampling}: {sorted(kept)}"
+                    several += len(kept) > 1
+            assert several, "no mask has two ids"
 
     async def test_top_k_bounds_the_ids_drawn(self) -> None:
         wanted = [request(max_tokens=1, temperature=3.0, top_k=3, seed=s) for s in range(64)]

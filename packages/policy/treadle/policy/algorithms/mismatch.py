@@ -4,9 +4,8 @@ Invariant: the gap is measured per sampled token, before the batch has changed t
 the difference between two implementations of one model and, for tokens of older weights, also what
 training has changed since; the metrics separate the two.
 
-With `top_p` or `top_k` the engine reports the truncated distribution and the trainer the full one.
-Each gap then contains the logarithm of the kept probability mass, and exceeds 0 by no more than the
-difference of the implementations.
+With `top_p`, `top_k` or `min_p` both have the distribution over the ids that were kept when the
+token was sampled (`TrainSequence.sampling_masks`), so that truncation adds nothing to a gap.
 
 Shape suffix: M sampled tokens.
 """

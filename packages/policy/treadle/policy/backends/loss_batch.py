@@ -23,6 +23,7 @@ from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.value_loss import value_loss
 from treadle.policy.backend import LossInputs
 from treadle.policy.client.batch import check_optional_fields, has_gradient, input_length
+from treadle.policy.client.sampling_masks import masks_of
 from treadle.policy.client.types import LossStats, TokenValues, TrainSequence
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class MicroBatchTokens:
     stale_T: Tensor
     sample_lengths_S: Tensor
     selected_T: Tensor | None
+    sampling_masks: Sequence[bytes]
+    """Of the tokens that are computed here; empty: no token has one."""
 
     @property
     def num_rows(self) -> int:
@@ -146,6 +149,7 @@ class LossBatch:
             "stale_T": flags("stale"),
             "sample_lengths_S": self._tensor(counts, torch.int64),
             "selected_T": flags("selected") if self.has("selected") else None,
+            "sampling_masks": masks_of(chosen),
         }
 
     def unpack(self, values_M: NDArray[np.float32]) -> list[FloatArray]:

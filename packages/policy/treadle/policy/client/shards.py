@@ -173,7 +173,7 @@ def encode(
         shard = Shard(pb.Shard(batch=batch, number=number))
         for name, parts in ({n: (of,) for n, of in of_all.items()} | _values(members)).items():
             shard.place(getattr(shard.head, name), *parts)
-        if any(s.images or s.routed_experts for s in members):
+        if any(s.images or s.routed_experts or s.sampling_masks for s in members):
             _place_extras(shard, members)
         yield shard
 
@@ -214,6 +214,10 @@ def _place_extras(shard: Shard, own: Sequence[TrainSequence]) -> None:
             for name in ("first", "num_layers", "top_k", "id_bytes"):
                 setattr(extras.routed_experts, name, getattr(experts, name))
             shard.place(extras.routed_experts.data, np.frombuffer(experts.data, np.uint8))
+        if masks := sequence.masks_at_loss_tokens:
+            sizes = np.fromiter(map(len, masks), np.uint32, len(masks))
+            shard.place(extras.sampling_mask_sizes, sizes)
+            shard.place(extras.sampling_masks, np.frombuffer(b"".join(masks), np.uint8))
         for placed in sequence.images:
             if id(placed.image) not in indices:
                 indices[id(placed.image)] = len(indices)
@@ -299,18 +303,28 @@ class _Reader:
                 fields[name] = BoolArray.of_buffer(placed.data)
             else:
                 fields[name] = _placed(of[name][part], where, length)
-        return TrainSequence(ids=IntArray.of_buffer(ids.data), **self._extras_of_next(), **fields)
+        extras = self._extras_of_next(where, length)
+        return TrainSequence(ids=IntArray.of_buffer(ids.data), **extras, **fields)
 
-    def _extras_of_next(self) -> dict[str, Any]:
+    def _extras_of_next(self, where: NDArray[np.intp], length: int) -> dict[str, Any]:
+        """Returns what few sequences have of one with `length` ids and loss tokens at `where`."""
         extras = next(self._extras, None)
         if extras is None:
             return {}
+        masks: list[bytes] = []
+        if extras.HasField("sampling_mask_sizes"):
+            masks = [b""] * length
+            data, first = self._bytes(extras.sampling_masks), 0
+            sizes = self._array(extras.sampling_mask_sizes).tolist()
+            for position, size in zip(where.tolist(), sizes, strict=True):
+                masks[position] = data[first : first + size]
+                first += size
         images = tuple(
             PlacedImage(image=self._images[i.image], start=i.start, num_tokens=i.num_tokens)
             for i in extras.images
         )
         if not extras.HasField("routed_experts"):
-            return {"images": images}
+            return {"images": images, "sampling_masks": tuple(masks)}
         experts = extras.routed_experts
         routed = RoutedExperts(
             first=experts.first,
@@ -319,7 +333,7 @@ class _Reader:
             id_bytes=experts.id_bytes,
             data=self._bytes(experts.data),
         )
-        return {"images": images, "routed_experts": routed}
+        return {"images": images, "routed_experts": routed, "sampling_masks": tuple(masks)}
 
 
 def _placed(numbers: NDArray[Any], where: NDArray[np.intp], length: int) -> FloatArray:

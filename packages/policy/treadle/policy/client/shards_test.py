@@ -35,6 +35,9 @@ def _sequences(draw: st.DrawFn) -> tuple[TrainSequence, ...]:
             loss_mask=(False, *(draw(bits) for _ in range(length - 1))),
             advantages=draw(st.sampled_from([0.0, 1.5])) if draw(bits) else numbers(length),
             trajectory=draw(st.sampled_from([None, trajectory // 2])),
+            sampling_masks=tuple(draw(st.binary(max_size=3)) for _ in range(length))
+            if draw(bits)
+            else (),
             **{name: numbers(length) for name in given_},  # type: ignore[arg-type]
             **{name: tuple(draw(bits) for _ in range(length)) for name in flags},  # type: ignore[arg-type]
         )
@@ -75,6 +78,7 @@ def test_each_sequence_is_whole_on_its_shard_and_an_outline_on_the_others(
                 if getattr(sequence, name) is not None:
                     there, here = found.at_loss_tokens(name), sequence.at_loss_tokens(name)
                     assert there.tolist() == here.tolist()
+            assert found.masks_at_loss_tokens == sequence.masks_at_loss_tokens
             for name in FLAG_FIELDS:
                 flags = found.flags_at_loss_tokens(name)
                 assert flags.tolist() == sequence.flags_at_loss_tokens(name).tolist()

@@ -70,6 +70,9 @@ class TrainSequence:
         returns: The critic's targets; None without a critic.
         routed_experts: The experts that the rollout engine chose, of rows from 0 on, at most L. The
             policy replays them; it chooses for the other rows itself. None: for all.
+        sampling_masks: [L], as `Tokens` has them. The log-probability and the entropy of a loss
+            token, also under the reference, are of the distribution over the ids that its mask
+            keeps. Empty: over the whole vocabulary.
         images: In the order of their places, which lie within the ids and outside the loss mask.
             Sequences that show one image share the object, so that it travels once.
         shard: The data-parallel group that computes it; None: each rank has the whole batch, and
@@ -93,6 +96,7 @@ class TrainSequence:
     values: FloatArray | None = None
     returns: FloatArray | None = None
     routed_experts: RoutedExperts | None = None
+    sampling_masks: tuple[bytes, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     shard: int | None = None
     is_outline: bool = False
@@ -112,6 +116,7 @@ class TrainSequence:
         values: Sequence[float] | None = None,
         returns: Sequence[float] | None = None,
         routed_experts: RoutedExperts | None = None,
+        sampling_masks: tuple[bytes, ...] = (),
         images: tuple[PlacedImage, ...] = (),
         shard: int | None = None,
         is_outline: bool = False,
@@ -129,6 +134,7 @@ class TrainSequence:
             "values": _floats(values),
             "returns": _floats(returns),
             "routed_experts": routed_experts,
+            "sampling_masks": sampling_masks,
             "images": images,
             "shard": shard,
             "is_outline": is_outline,
@@ -148,6 +154,8 @@ class TrainSequence:
                 continue
             if len(entries) != length:
                 raise ValueError(f"{name} has {len(entries)} entries for {length} ids")
+        if self.sampling_masks and len(self.sampling_masks) != length:
+            raise ValueError(f"{length} ids have {len(self.sampling_masks)} sampling masks")
         if self.loss_mask[0]:
             raise ValueError("loss_mask[0] is True, but the first token has no log-probability")
         done = 0
@@ -181,6 +189,13 @@ class TrainSequence:
             return np.zeros(self.num_loss_tokens, dtype=np.bool_)
         found: NDArray[np.bool_] = np.asarray(entries, dtype=np.bool_)[self.loss_positions]
         return found
+
+    @property
+    def masks_at_loss_tokens(self) -> list[bytes]:
+        """The sampling masks of the loss tokens; empty if the sequence has none."""
+        if not self.sampling_masks:
+            return []
+        return [self.sampling_masks[position] for position in self.loss_positions]
 
     def aligned(self, numbers: NDArray[np.floating]) -> FloatArray:
         """Returns [L] numbers: those given at the loss tokens, 0.0 at the others."""

@@ -28,7 +28,7 @@ from treadle.policy.rank.train_batch import measure_reference, run_update
 from treadle.policy.testing.contract_base import LINEAR, ContractBase, OpenPolicy, exported
 from treadle.policy.testing.ranks import RankTask, run_ranks
 from treadle.policy.testing.state_contract import SETTINGS, go_on
-from treadle.policy.testing.tiny import LENGTHS, forked_sequences, sequences
+from treadle.policy.testing.tiny import LENGTHS, forked_sequences, sequences, with_masks
 from treadle.policy.v1 import training_service_pb2 as pb
 
 LOSS = policy_loss(AlgorithmConfig(entropy_coef=0.01))
@@ -110,11 +110,11 @@ def train(
         head, memory = (policy.share(part if policy.leads else None) for part in given)
         return decode(pb.Shard.FromString(bytes(head)), memory)
 
-    whole = sequences(case.lengths)
+    whole = with_masks(sequences(case.lengths))
     batch = dealt(whole)
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
-    forked = dealt(forked_sequences() if len(batch) > 1 else whole)
+    forked = dealt(with_masks(forked_sequences()) if len(batch) > 1 else whole)
     # These each rank has, and plans by itself.
     samples = [
         replace(s, old_logprobs=o, trajectory=None if i % 2 else 0)

@@ -28,6 +28,8 @@ from treadle.policy.testing.contract_base import (
 from treadle.policy.testing.tiny import VOCAB, sequences
 from treadle.policy.v1 import training_service_pb2 as pb
 
+_LAST = (False, False, False, False, True)
+
 
 @dataclass(frozen=True)
 class ComputeAll(ClippedSurrogate):
@@ -97,6 +99,46 @@ class StepContract(ContractBase):
             assert stats.metrics == pytest.approx(want.metrics, abs=1e-5)
             assert largest_difference(got, weights) < 1e-6
             assert settings.get("micro_batch_tokens") != 2 or stats.num_micro_batches == len(batch)
+
+    def test_a_mask_leaves_the_distribution_over_the_ids_that_it_keeps(
+        self, folder: Path, open_policy: OpenPolicy
+    ) -> None:
+        """Against sequences that end with each of these ids, whose probabilities are of all."""
+        kept, prompt = (3, 7, 140, 400), (5, 6, 7, 8)
+        ends = [TrainSequence(ids=(*prompt, i), loss_mask=_LAST, advantages=1.0) for i in kept]
+        bits = bytearray(1 + 400 // 8)
+        for each in kept[1:]:
+            bits[each // 8] |= 1 << each % 8
+        listed = b"\x08\x85\x01\x84\x02"  # Differences 8, 133 and 260.
+        masks = (listed, b"\x00" + bytes(bits))
+        policy = open_policy(folder, optimizer=LINEAR, keep_reference=True)
+        whole = policy.logprobs(ends, temperature=0.7)
+        of_kept = np.array([logprobs[-1] for logprobs in whole], np.float64)
+        shares = np.exp(of_kept) / np.exp(of_kept).sum()
+        for mask in masks:
+            masked = replace(ends[0], sampling_masks=(b"",) * len(prompt) + (mask,))
+            for found in (
+                policy.logprobs([masked, *ends], temperature=0.7),
+                policy.reference_logprobs([masked, *ends], temperature=0.7),
+            ):
+                assert found[0][-1] == pytest.approx(math.log(shares[0]), abs=2e-6)
+                assert [logprobs[-1] for logprobs in found[1:]] == pytest.approx(of_kept, abs=1e-6)
+        alone = replace(ends[0], sampling_masks=(b"",) * len(masked.ids))
+        assert policy.logprobs([alone])[0][-1] == pytest.approx(0.0, abs=1e-6)
+        beyond = replace(alone, sampling_masks=(b"",) * len(prompt) + (b"\xff\x7f",))
+        with pytest.raises(ValueError, match=r"keeps id 16382, and the vocabulary has \d+"):
+            policy.logprobs([beyond])
+
+        loss = policy_loss(AlgorithmConfig())
+        policy.train_step([masked], loss, aggregation="token-sum", temperature=0.7)
+        got = exported(policy)
+        dense = [
+            replace(end, advantages=float((end is ends[0]) - share))
+            for end, share in zip(ends, shares, strict=True)
+        ]
+        policy = open_policy(folder, optimizer=LINEAR)
+        policy.train_step(dense, loss, aggregation="token-sum", temperature=0.7)
+        assert largest_difference(got, exported(policy)) < 1e-6
 
     def test_gradients_add_up_until_the_optimizer_steps(
         self, folder: Path, open_policy: OpenPolicy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -102,6 +103,22 @@ def sequences(
             )
         )
     return result
+
+
+def with_masks(batch: Sequence[TrainSequence], *, seed: int = 7) -> list[TrainSequence]:
+    """Returns the sequences with random sampling masks of every form; every fifth has none."""
+    draw = random.Random(seed)
+
+    def mask() -> bytes:
+        listed = bytes(draw.randint(1, 99) for _ in range(draw.randrange(4)))
+        far = bytes([128 | draw.randrange(128), 1]) if draw.random() < 0.5 else b""
+        bits = b"\x00" + draw.randbytes(VOCAB // 8)
+        return draw.choice([b"", b"\x00", listed + far, listed + far, bits])
+
+    return [
+        replace(s, sampling_masks=tuple(mask() for _ in s.ids) if number % 5 else ())
+        for number, s in enumerate(batch)
+    ]
 
 
 def forked_sequences(*, groups: int = 3, seed: int = 7) -> list[TrainSequence]:

@@ -1,8 +1,8 @@
 """The coalescer: groups single tokens into messages.
 
-Invariant: the ids, log-probs, versions and experts that are sent or left for `rest` are those that
-were added, in order. A `Tokens` never mixes weight versions. The first tokens of a completion do
-not wait; later ones wait at most `max_wait_s`, and never behind `max_tokens` others.
+Invariant: the ids, log-probs, versions, experts and sampling masks that are sent or left for `rest`
+are those that were added, in order. A `Tokens` never mixes weight versions. The first tokens of a
+completion do not wait; later ones wait at most `max_wait_s`, and never behind `max_tokens` others.
 
 Python grpc.aio sends about ten thousand messages a second whatever their size, so a message per
 token would be the bottleneck. Events that are ready together are sent together, at most `MAX_READY`
@@ -26,8 +26,8 @@ from treadle.rollout_server.engine import EngineEvent, Finished, Tokens
 MAX_READY = 256
 """Maximum number of events sent together.
 
-A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024. Reports (routed experts, log-probs
-of a prompt) come on top, and `services/generation.py` splits those.
+A token takes 9 bytes, and `coalesce.max_tokens` is at most 1024. Reports (routed experts, sampling
+masks, log-probs of a prompt) come on top, and `services/generation.py` splits those.
 """
 
 
@@ -60,6 +60,7 @@ class Coalescer:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._routed: list[bytes] = []
+        self._masks: list[bytes] = []
         self._version = 0
         self._first = True
         self._timer: TimerHandle | None = None
@@ -139,6 +140,7 @@ class Coalescer:
         self._logprobs.extend(tokens.logprobs)
         if tokens.routed_experts:
             self._routed.append(tokens.routed_experts)
+        self._masks.extend(tokens.sampling_masks)
         if len(self._ids) >= self._max_tokens:
             self._flush()
 
@@ -146,10 +148,12 @@ class Coalescer:
         self._stop_timer()
         if self._ids:
             routed = b"".join(self._routed)
-            self._put(Tokens(tuple(self._ids), tuple(self._logprobs), self._version, routed))
+            logprobs, masks = tuple(self._logprobs), tuple(self._masks)
+            self._put(Tokens(tuple(self._ids), logprobs, self._version, routed, masks))
             self._ids.clear()
             self._logprobs.clear()
             self._routed.clear()
+            self._masks.clear()
 
     def _put(self, event: EngineEvent) -> None:
         self._ready.append(event)

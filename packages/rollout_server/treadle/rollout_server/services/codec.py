@@ -134,6 +134,8 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         if not 1 <= prompt_logprobs_from <= len(prompt):
             expected = f"1 to the prompt's {len(prompt)}"
             raise InvalidField("prompt_logprobs_from", prompt_logprobs_from, expected)
+    if request.sampling_mask and not info.capabilities.sampling_mask:
+        raise CapabilityMissing(info.name, "sampling_mask")
     constraint = _decode_constraint(request, info)
     return EngineRequest(
         request_id=request.request_id,
@@ -146,6 +148,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         routed_experts_from=routed_experts_from,
         prompt_logprobs_from=prompt_logprobs_from,
         constraint=constraint,
+        sampling_mask=request.sampling_mask,
     )
 
 

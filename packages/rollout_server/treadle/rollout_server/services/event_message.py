@@ -20,7 +20,8 @@ from treadle.rollout_server.engine import (
 )
 
 MAX_REPORT_BYTES = 1 << 20
-"""Maximum size of routed experts, or of log-probabilities, in a message; gRPC takes 4 MiB."""
+"""Maximum size of routed experts, of sampling masks, or of log-probabilities, in a message; gRPC
+takes 4 MiB."""
 
 _LOGPROB_BYTES = 4
 
@@ -67,24 +68,46 @@ def encode_batch(events: Sequence[EngineEvent], numbers: Numbers) -> bytes:
 
 
 def split_report(event: EngineEvent, row_bytes: int) -> Iterator[EngineEvent]:
-    """Yields an event in parts whose report has at most `MAX_REPORT_BYTES`.
+    """Yields an event in parts, each with at most `MAX_REPORT_BYTES` of a kind of report.
 
     Args:
-        event: Any event. Of tokens with many routed experts the last part has the tokens.
+        event: Any event. Of tokens with many routed experts the last parts have the tokens.
     """
     if report_bytes([event]) <= MAX_REPORT_BYTES:
         yield event
     elif isinstance(event, Tokens):
         step = MAX_REPORT_BYTES - MAX_REPORT_BYTES % row_bytes
-        *before, last = range(0, len(event.routed_experts), step)
+        *before, last = range(0, max(1, len(event.routed_experts)), step)
         for first in before:
             rows = event.routed_experts[first : first + step]
             yield Tokens((), (), event.weight_version, rows)
-        yield replace(event, routed_experts=event.routed_experts[last:])
+        yield from _split_masks(replace(event, routed_experts=event.routed_experts[last:]))
     elif isinstance(event, PromptLogprobs):
         step = MAX_REPORT_BYTES // _LOGPROB_BYTES
         for first in range(0, len(event.logprobs), step):
             yield replace(event, logprobs=event.logprobs[first : first + step])
+
+
+def _split_masks(event: Tokens) -> Iterator[Tokens]:
+    """Yields tokens in parts whose sampling masks are short enough; the first has the experts."""
+    first = size = 0
+    routed = event.routed_experts
+    for index, mask in enumerate(event.sampling_masks):
+        if size and size + len(mask) > MAX_REPORT_BYTES:
+            yield replace(_part(event, first, index), routed_experts=routed)
+            first, size, routed = index, 0, b""
+        size += len(mask)
+    yield replace(_part(event, first, len(event.token_ids)), routed_experts=routed)
+
+
+def _part(event: Tokens, first: int, last: int) -> Tokens:
+    part = slice(first, last)
+    return replace(
+        event,
+        token_ids=event.token_ids[part],
+        logprobs=event.logprobs[part],
+        sampling_masks=event.sampling_masks[part],
+    )
 
 
 def report_bytes(events: Sequence[EngineEvent]) -> int:
@@ -92,7 +115,7 @@ def report_bytes(events: Sequence[EngineEvent]) -> int:
     total = 0
     for event in events:
         if isinstance(event, Tokens):
-            total += len(event.routed_experts)
+            total += len(event.routed_experts) + sum(map(len, event.sampling_masks))
         elif isinstance(event, PromptLogprobs):
             total += len(event.logprobs) * _LOGPROB_BYTES
     return total
@@ -111,6 +134,7 @@ def _fields(event: EngineEvent, numbers: Numbers) -> tuple[str, dict[str, Any]]:
                 "logprobs": event.logprobs,
                 "weight_version": event.weight_version,
                 "routed_experts": event.routed_experts,
+                "sampling_masks": event.sampling_masks,
             }
         case PromptLogprobs():
             return "prompt_logprobs", {

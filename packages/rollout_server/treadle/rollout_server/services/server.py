@@ -71,6 +71,7 @@ class ServerServicer(pb_grpc.ServerServiceServicer):
                     prompt_logprobs=info.capabilities.prompt_logprobs,
                     constrained_sampling=info.capabilities.constrained_sampling,
                     generate_many=True,
+                    sampling_mask=info.capabilities.sampling_mask,
                 )
             )
         return response

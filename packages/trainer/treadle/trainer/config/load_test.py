@@ -254,19 +254,16 @@ def test_an_entry_of_a_table_may_be_a_mapping_of_its_own(tmp_path: Path) -> None
     assert "rollout.engine_args.compilation_config = {level: 0}" in value_listing(loaded)
 
 
-@pytest.mark.parametrize("cut", ["rollout.top_p=0.7", "rollout.top_k=20"])
-@pytest.mark.parametrize(
-    "weighted",
-    [
-        *("algorithm.correction.weights=token", "algorithm.correction.veto=1e-4"),
-        *("algorithm.correction.reject.token_k2=0.5", "algorithm.old_logprobs=rollout"),
-    ],
-)
-def test_importance_weights_of_a_cut_distribution_are_refused(cut: str, weighted: str) -> None:
-    with pytest.raises(ConfigError, match=f"{cut} and algorithm.*is the kept share"):
-        load_config([], [*_LEAST, cut, weighted])
-    assert load_config([], [*_LEAST, cut]).config
-    assert load_config([], [*_LEAST, "rollout.val.top_p=0.7", weighted]).config
+@pytest.mark.parametrize("cut", ["top_p=0.7", "top_k=20", "min_p=0.05", "temperature=0.5"])
+def test_a_served_reference_takes_the_whole_distribution(cut: str) -> None:
+    cut = f"rollout.{cut}"
+    served = ["algorithm.reference_addresses=[h:1]", "algorithm.kl_coef=0.1"]
+    with pytest.raises(ConfigError, match=f"{cut} and algorithm.reference_addresses"):
+        load_config([], [*_LEAST, cut, *served])
+    weighted = ["algorithm.correction.weights=token", "algorithm.old_logprobs=rollout"]
+    assert load_config([], [*_LEAST, cut, weighted[0]]).config
+    assert load_config([], [*_LEAST, cut, weighted[1]]).config
+    assert load_config([], [*_LEAST, *served]).config
 
 
 def test_fine_tuning_replays_no_routing() -> None:

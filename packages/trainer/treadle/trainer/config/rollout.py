@@ -23,6 +23,8 @@ class ValidationSamplingConfig(Section):
     """Nucleus sampling: cumulative probability of the tokens to sample from."""
     top_k: Count | None = None
     """Number of most likely tokens to sample from. Null: the whole vocabulary."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample from tokens that have at least this share of the likeliest one's probability."""
 
 
 class RolloutConfig(Section):
@@ -50,10 +52,13 @@ class RolloutConfig(Section):
     """Sampling temperature in training; the policy is trained at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling in training: cumulative probability of the tokens to sample from. Below 1,
-    and with top_k, the servers report log-probabilities of the truncated distribution;
-    `rollout/logprob_diff_*` shows how far that is from the trained policy."""
+    and with top_k or min_p, servers must report which tokens were kept (`sampling_mask`), and the
+    policy's distribution is over these too."""
     top_k: Count | None = None
     """Number of most likely tokens to sample from in training. Null: the whole vocabulary."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Sample in training from tokens that have at least this share of the likeliest one's
+    probability."""
     prompt_length: Count = 512
     """Maximum number of tokens of a rendered prompt, including tool schemas."""
     response_length: Count = 512
@@ -126,6 +131,15 @@ class RolloutConfig(Section):
     def context_length(self) -> int:
         """Maximum number of tokens of a trajectory, prompt included."""
         return self.prompt_length + self.response_length
+
+    @property
+    def truncation(self) -> str | None:
+        """The setting that leaves tokens out in training, for messages; None: none does."""
+        if self.top_p < 1:
+            return f"rollout.top_p={self.top_p}"
+        if self.top_k is not None:
+            return f"rollout.top_k={self.top_k}"
+        return f"rollout.min_p={self.min_p}" if self.min_p else None
 
     @model_validator(mode="before")
     @classmethod

@@ -468,32 +468,16 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _served_reference_scores_at_one_temperature(self) -> Self:
-        if self.algorithm.reference_addresses and self.rollout.temperature != 1:
+    def _served_reference_scores_the_whole_vocabulary(self) -> Self:
+        addresses, other = self.algorithm.reference_addresses, self.rollout.truncation
+        if self.rollout.temperature != 1:
+            other = f"rollout.temperature={self.rollout.temperature}"
+        if addresses and other is not None:
             raise ValueError(
-                f"rollout.temperature={self.rollout.temperature} and algorithm.reference_addresses="
-                f"{list(self.algorithm.reference_addresses)}: rollout servers score the tokens of "
-                "a prompt at temperature 1. Set rollout.temperature=1, or name the model with "
-                "algorithm.reference_path"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _weights_are_of_one_distribution(self) -> Self:
-        algorithm, cut = self.algorithm, None
-        if self.rollout.top_p < 1:
-            cut = f"rollout.top_p={self.rollout.top_p}"
-        elif self.rollout.top_k is not None:
-            cut = f"rollout.top_k={self.rollout.top_k}"
-        read = "algorithm.correction" if algorithm.correction.active else None
-        read = "algorithm.old_logprobs=rollout" if algorithm.old_logprobs == "rollout" else read
-        if cut is not None and read is not None:
-            raise ValueError(
-                f"{cut} and {read}: the servers report probabilities of the tokens that are kept, "
-                "so that each importance weight against them is the kept share, however much the "
-                "policy has moved. Set rollout.top_p=1 and rollout.top_k=null, or leave out the "
-                "importance weights (algorithm.correction.weights=none, no reject and veto, "
-                "algorithm.old_logprobs=policy)"
+                f"{other} and algorithm.reference_addresses={list(addresses)}: rollout servers "
+                "score the tokens of a prompt at temperature 1 and over the whole vocabulary. Set "
+                "rollout.temperature=1, rollout.top_p=1, rollout.top_k=null and rollout.min_p=0, "
+                "or name the model with algorithm.reference_path"
             )
         return self
 

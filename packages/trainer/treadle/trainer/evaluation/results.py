@@ -78,6 +78,7 @@ def make_results(
             "temperature": rollout.val.temperature,
             "top_p": rollout.val.top_p,
             "top_k": rollout.val.top_k,
+            "min_p": rollout.val.min_p,
             "prompt_length": rollout.prompt_length,
             "response_length": rollout.response_length,
             "seed": run.seed,

@@ -218,8 +218,7 @@ def _mismatch(history: History) -> str | None:
         return None
     return (
         f"servers and policy disagree: the log-probabilities of a token are {mean:.2g} nats apart "
-        "on average; leave rollout.top_p and rollout.top_k at their defaults, and compare with "
-        "rollout.dtype=float32 and policy.dtype=float32"
+        "on average; compare with rollout.dtype=float32 and policy.dtype=float32"
     )
 
 

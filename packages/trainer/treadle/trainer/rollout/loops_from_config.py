@@ -98,6 +98,8 @@ def sampling_params(
         temperature=0.0 if whole else settings.temperature,
         top_p=1.0 if whole else settings.top_p,
         top_k=None if whole else settings.top_k,
+        min_p=0.0 if whole else settings.min_p,
+        sampling_mask=phase == "rollout" and config.rollout.truncation is not None,
     )
 
 

@@ -47,6 +47,8 @@ def required_capabilities(config: Config) -> frozenset[str]:
         required.add("release_memory")
     if config.policy.moe.routing_replay:
         required.add("routed_experts")
+    if config.rollout.truncation is not None:
+        required.add("sampling_mask")
     return frozenset(required)
 
 

@@ -433,6 +433,7 @@ def _sequence(
         trajectory=trajectory,
         stale=_stale(tokens, version),
         routed_experts=tokens.routed_experts,
+        sampling_masks=tokens.sampling_masks,
         images=tuple(
             replace(placed, image=shared.setdefault(placed.image, placed.image))
             for placed in tokens.images

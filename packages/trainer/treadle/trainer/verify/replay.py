@@ -57,7 +57,7 @@ def _check_replayable(run_dir: Path, config: Config) -> None:
     Raises:
         CannotReplayError: They are not.
     """
-    algorithm = config.algorithm
+    algorithm, rollout = config.algorithm, config.rollout
     estimator = find_estimator(algorithm)
     for key, used in (
         (f"algorithm.advantage={algorithm.advantage}", estimator.needs_values),
@@ -66,6 +66,7 @@ def _check_replayable(run_dir: Path, config: Config) -> None:
         ("algorithm.reference_addresses", bool(algorithm.reference_addresses)),
         ("algorithm.dynamic_sampling", algorithm.dynamic_sampling is not None),
         ("policy.moe.routing_replay", config.policy.moe.routing_replay),
+        (rollout.truncation or "", rollout.truncation is not None),
         (f"images in {DIRECTORY}", image_bytes(run_dir / DIRECTORY) > 0),
     ):
         if used:

@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention
-from treadle.policy.backends.logprobs import from_logits
+from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
 
 if TYPE_CHECKING:
@@ -104,28 +104,27 @@ class Net(nn.Module):
     def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Returns the [T] log-probabilities and entropies of the loss tokens, in nats."""
 
-        def one(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+        def one(
+            logits_TV: Tensor, targets_T: Tensor, masks: Sequence[bytes]
+        ) -> tuple[Tensor, Tensor]:
             if temperature != 1.0:
                 logits_TV = logits_TV.float() / temperature
             columns = logits_TV.shape[-1]
-            return from_logits(logits_TV, targets_T, vocab_size=columns, group=None)
+            return from_logits(logits_TV, targets_T, masks, vocab_size=columns, group=None)
 
         if not self._behind_decoder:
             logits = self._whole(micro.ids_BP, micro.lengths).flatten(0, 1)
-            return one(logits[micro.predictors_T], micro.targets_T)
+            return one(logits[micro.predictors_T], micro.targets_T, micro.sampling_masks)
 
-        def of_hidden(rows_TH: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-            return one(self._logits(rows_TH), targets_T)
+        def of_hidden(
+            rows_TH: Tensor, targets_T: Tensor, masks: Sequence[bytes]
+        ) -> tuple[Tensor, Tensor]:
+            return one(self._logits(rows_TH), targets_T, masks)
 
         hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
-        if len(hidden_TH) <= self._chunk:
-            return of_hidden(hidden_TH, micro.targets_T)
-        chunks = (x.split(self._chunk) for x in (hidden_TH, micro.targets_T))
-        parts = [
-            checkpoint(of_hidden, rows, ids, use_reentrant=False, preserve_rng_state=False)
-            for rows, ids in zip(*chunks, strict=True)
-        ]
-        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+        return in_chunks(
+            of_hidden, hidden_TH, micro.targets_T, micro.sampling_masks, chunk=self._chunk
+        )
 
     def _whole(self, ids_BP: Tensor, lengths: Sequence[int] = ()) -> Tensor:
         """Returns the [B, P, V] logits of all positions."""

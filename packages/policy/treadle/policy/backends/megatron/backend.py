@@ -301,6 +301,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             micro.at_predictors(hidden_P1H.squeeze(1)),
             model.head_weight,
             micro.targets_K,
+            micro.sampling_masks,
             vocab_size=model.num_ids,
             group=self.world.tensor_group,
             chunk=self._config.logits_chunk_tokens,

@@ -10,13 +10,13 @@ Shape suffixes: T tokens, H hidden, V columns of the vocabulary on this rank.
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Sequence
+
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from treadle.policy.backends.logprobs import from_logits
+from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.megatron import device
 
 device.install()
@@ -28,6 +28,7 @@ def logprobs_and_entropy(
     hidden_TH: Tensor,
     head_VH: Tensor,
     targets_T: Tensor,
+    masks: Sequence[bytes] = (),
     *,
     vocab_size: int,
     group: dist.ProcessGroup | None,
@@ -41,6 +42,7 @@ def logprobs_and_entropy(
         hidden_TH: Normed hidden states, the same on every rank of the group.
         head_VH: This rank's rows of the output layer.
         targets_T: Token ids, each in [0, vocab_size).
+        masks: Sampling masks of the targets; empty: the distribution is over all ids.
         group: The tensor-parallel group; None if this rank has the whole vocabulary.
         chunk: Most rows of logits to hold at a time.
         temperature: Above 0; the distribution is the softmax of logits / temperature.
@@ -50,7 +52,7 @@ def logprobs_and_entropy(
         Two [T] tensors, the same on every rank of the group.
     """
 
-    def one(rows_TH: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor]:
+    def one(rows_TH: Tensor, ids_T: Tensor, masks_T: Sequence[bytes]) -> tuple[Tensor, Tensor]:
         if group is not None:
             rows_TH = copy_to_tensor_model_parallel_region(rows_TH)
         logits_TV = F.linear(rows_TH.to(head_VH.dtype), head_VH)
@@ -58,14 +60,6 @@ def logprobs_and_entropy(
             logits_TV = (logits_TV.float() / softcap).tanh() * softcap
         if temperature != 1.0:
             logits_TV = logits_TV.float() / temperature
-        return from_logits(logits_TV, ids_T, vocab_size=vocab_size, group=group)
+        return from_logits(logits_TV, ids_T, masks_T, vocab_size=vocab_size, group=group)
 
-    if len(targets_T) <= chunk:
-        return one(hidden_TH, targets_T)
-    parts = [
-        checkpoint(one, rows, ids, use_reentrant=False, preserve_rng_state=False)
-        for rows, ids in zip(
-            torch.split(hidden_TH, chunk), torch.split(targets_T, chunk), strict=True
-        )
-    ]
-    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+    return in_chunks(one, hidden_TH, targets_T, masks, chunk=chunk)

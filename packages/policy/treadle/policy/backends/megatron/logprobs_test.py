@@ -21,9 +21,33 @@ from treadle.policy.testing.ranks import RankTask, run_ranks
 REAL = 13
 
 
-def truth(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    logp = logits_TV[:, :REAL].log_softmax(-1)
-    return logp.gather(-1, targets_T[:, None])[:, 0], -(logp.exp() * logp).sum(-1)
+def masks_of(targets_T: Tensor) -> tuple[list[bytes], Tensor]:
+    """Masks of every form, and which ids each keeps, [T, REAL]."""
+    forms = [
+        (b"\x00", range(REAL)),
+        (b"", ()),
+        (b"\x01\x05\x02", (0, 5, 7)),
+        (b"\x00\x03\x18", (0, 1, 11, 12)),
+    ]
+    kept = torch.nn.functional.one_hot(targets_T, REAL).bool()
+    chosen = [forms[number % len(forms)] for number in range(len(targets_T))]
+    for row, (_, ids) in zip(kept, chosen, strict=True):
+        row[list(ids)] = True
+    return [mask for mask, _ in chosen], kept
+
+
+def truth(
+    logits_TV: Tensor, targets_T: Tensor, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Of each row by itself, over the logits that are kept."""
+    if kept is None:
+        kept = torch.ones(len(targets_T), REAL, dtype=torch.bool)
+    logprobs, entropies = [], []
+    for logits, target, ids in zip(logits_TV, targets_T, kept, strict=True):
+        logp = logits[:REAL][ids].log_softmax(-1)
+        logprobs.append(logp[ids[:target].sum()])
+        entropies.append(-(logp.exp() * logp).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
 
 
 def problem(columns: int = 16, tokens: int = 11) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,11 +62,23 @@ def gradients(logp: Tensor, entropy: Tensor, hidden: Tensor, head: Tensor) -> li
     return list(torch.autograd.grad((logp * upstream).sum() + 0.3 * entropy.sum(), (hidden, head)))
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk", [1, 4, 11, 100])
-def test_values_and_gradients_are_those_of_torch_without_padded_columns(chunk: int) -> None:
+def test_values_and_gradients_are_those_of_torch_without_padded_columns(
+    chunk: int, masked: bool
+) -> None:
     hidden, head, targets = problem()
-    got = logprobs_and_entropy(hidden, head, targets, vocab_size=REAL, group=None, chunk=chunk)
-    want = truth(hidden @ head.T, targets)
+    masks, kept = masks_of(targets)
+    got = logprobs_and_entropy(
+        hidden,
+        head,
+        targets,
+        masks if masked else (),
+        vocab_size=REAL,
+        group=None,
+        chunk=chunk,
+    )
+    want = truth(hidden @ head.T, targets, kept if masked else None)
     for g, w in zip(got, want, strict=True):
         torch.testing.assert_close(g, w, atol=5e-6, rtol=0)
     got_gradients = gradients(*got, hidden, head)
@@ -88,7 +124,13 @@ def over_ranks(task: RankTask) -> list[Any]:
     hidden, head, targets = problem(columns=task.argument * task.num_ranks)
     mine = head[task.rank * task.argument : (task.rank + 1) * task.argument]
     logp, entropy = logprobs_and_entropy(
-        hidden, mine, targets, vocab_size=REAL, group=world.tensor_group, chunk=5
+        hidden,
+        mine,
+        targets,
+        masks_of(targets)[0],
+        vocab_size=REAL,
+        group=world.tensor_group,
+        chunk=5,
     )
     hidden_grad, head_grad = gradients(logp, entropy, hidden, head)
     world.close()
@@ -99,7 +141,7 @@ def over_ranks(task: RankTask) -> list[Any]:
 def test_vocabulary_parallel_values_and_gradients() -> None:
     columns = 14  # the second rank has padding only
     hidden, head, targets = problem(columns=2 * columns)
-    want = truth(hidden @ head.T, targets)
+    want = truth(hidden @ head.T, targets, masks_of(targets)[1])
     hidden_grad, head_grad = gradients(*want, hidden, head)
     ranks = run_ranks(f"{__name__}:over_ranks", 2, columns)
     for logp, entropy, of_hidden, _ in ranks:

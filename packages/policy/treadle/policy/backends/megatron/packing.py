@@ -167,6 +167,8 @@ class Packer(LossBatch):
             real = [real[row] for row in mine]
             indices_PLK = None if indices_PLK is None else indices_PLK[mine]
             rows, targets = [place[rows[t]] for t in index], [targets[t] for t in index]
+            if masks := loss_tokens["sampling_masks"]:
+                loss_tokens["sampling_masks"] = [masks[t] for t in index]
         elif overlaps is None:
             segments = Segments.of_lengths(lengths, self._at)
         else:

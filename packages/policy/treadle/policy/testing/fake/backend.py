@@ -32,6 +32,7 @@ from treadle.policy.client.batch import (
     token_weights,
 )
 from treadle.policy.client.hf_files import weight_files
+from treadle.policy.client.sampling_masks import decode, masks_of
 from treadle.policy.client.types import (
     LOGPROB_FIELDS,
     LossStats,
@@ -60,6 +61,7 @@ Weights = dict[str, NDArray[np.float32]]
 EMBEDDING: Final = "model.embed_tokens.weight"
 NORM: Final = "model.norm.weight"
 HEAD: Final = "lm_head.weight"
+_DROPPED: Final = -1e30  # As good as minus infinity, but 0 times it is 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,6 +430,8 @@ def _forward(
     scaled_TH = embedded_TH / root_T1
     head = weights[EMBEDDING if model.tied else HEAD]
     logits_TV = (scaled_TH * weights[NORM]) @ head.T / temperature
+    if masks := masks_of(batch):
+        logits_TV[_dropped(masks, targets_T, logits_TV.shape[1])] = _DROPPED
     logits_TV -= logits_TV.max(1, keepdims=True)
     logp_TV = logits_TV - np.log(np.exp(logits_TV).sum(1, keepdims=True))
     return _Computed(
@@ -438,6 +442,17 @@ def _forward(
         logp_TV=logp_TV,
         entropy_T=-(np.exp(logp_TV) * logp_TV).sum(1),
     )
+
+
+def _dropped(
+    masks: Sequence[bytes], targets_T: NDArray[np.int64], columns: int
+) -> NDArray[np.bool_]:
+    """Returns which columns the sampling masks leave out, [T, V]."""
+    kept = decode(masks, columns)
+    dropped_TV = np.repeat(~kept.whole_T[:, None], columns, axis=1)
+    dropped_TV[kept.rows_N, kept.ids_N] = False
+    dropped_TV[np.arange(len(targets_T)), targets_T] = False
+    return dropped_TV
 
 
 def _loss(

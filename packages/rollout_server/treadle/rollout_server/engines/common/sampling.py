@@ -21,24 +21,57 @@ import numpy.typing as npt
 import torch
 
 from treadle.rollout_server.engine import Sampling
+from treadle.rollout_server.sampling_mask import encode
 
 _LEAST_TEMPERATURE = torch.finfo(torch.float32).tiny  # A smaller one is flushed to zero.
 _LARGEST = torch.finfo(torch.float32).max
 _UNIFORM_BITS = 48  # u * total < total then holds in float64, so no id of weight 0 is drawn.
 
 
+class KeptIds(NamedTuple):
+    """The ids that could have been drawn, of R rows of a batch that want them.
+
+    Attributes:
+        rows: Indices of these rows in their batch, ascending.
+        kept_RV: Flags on the logits' device; none of them is set later.
+    """
+
+    rows: list[int]
+    kept_RV: torch.Tensor
+
+    def masks(self, token_ids: Sequence[int]) -> list[bytes]:
+        """Returns sampling masks, [B], empty ones for other rows; waits for the device.
+
+        Args:
+            token_ids: Ids that were drawn, one per row of the batch.
+        """
+        masks = [b""] * len(token_ids)
+        counts = self.kept_RV.sum(-1).tolist()
+        ids, vocab_size = self.kept_RV.nonzero()[:, 1].tolist(), self.kept_RV.shape[1]
+        first = 0
+        for row, count in zip(self.rows, counts, strict=True):
+            masks[row] = encode(ids[first : first + count], token_ids[row], vocab_size)
+            first += count
+        return masks
+
+
 class DrawnTokens(NamedTuple):
-    """One token per row; ``[B]`` each, on the logits' device, log-probs in nats."""
+    """One token per row; ``[B]`` each, on the logits' device, log-probs in nats.
+
+    `kept` is None if no row wants a mask.
+    """
 
     ids_B: torch.Tensor
     logprobs_B: torch.Tensor
+    kept: KeptIds | None = None
 
 
 class SampledTokens(NamedTuple):
-    """One token per row; ``[B]`` each, log-probs in nats."""
+    """One token per row; ``[B]`` each, log-probs in nats; no masks if no row wants one."""
 
     token_ids: list[int]
     logprobs: list[float]
+    masks: list[bytes]
 
 
 class SamplingBatch:
@@ -47,11 +80,20 @@ class SamplingBatch:
     Args:
         settings: Array of shape ``[B]``, by sequence.
         seeds: Array of shape ``[B]``, 64 bits each.
+        masked: Whether each row wants its sampling masks, ``[B]``; empty: none does.
     """
 
     def __init__(
-        self, settings: Sequence[Sampling], seeds: Sequence[int], device: torch.device
+        self,
+        settings: Sequence[Sampling],
+        seeds: Sequence[int],
+        device: torch.device,
+        masked: Sequence[bool] = (),
     ) -> None:
+        self._masked = any(masked)
+        self._open = [
+            row for row, wants in enumerate(masked) if wants and settings[row].temperature
+        ]
         self._seeds = np.array(seeds, dtype=np.uint64)
         greedy = [s.temperature == 0 for s in settings]
         self._all_greedy = all(greedy)
@@ -90,7 +132,9 @@ class SamplingBatch:
         if self._all_greedy:
             _check_finite(logits_BV.gather(1, drawn.ids_B.unsqueeze(1)))
         _check_finite(drawn.logprobs_B)
-        return SampledTokens(drawn.ids_B.tolist(), drawn.logprobs_B.tolist())
+        ids: list[int] = drawn.ids_B.tolist()
+        masks = [] if drawn.kept is None else drawn.kept.masks(ids)
+        return SampledTokens(ids, drawn.logprobs_B.tolist(), masks)
 
     def draw(self, logits_BV: torch.Tensor, positions: Sequence[int]) -> DrawnTokens:
         """Samples one token per row from penalised logits; does not wait for the device.
@@ -102,13 +146,15 @@ class SamplingBatch:
         """
         greedy_ids_B = logits_BV.argmax(-1)
         if self._all_greedy:
-            return DrawnTokens(greedy_ids_B, torch.zeros_like(greedy_ids_B, dtype=torch.float32))
+            zeros_B = torch.zeros_like(greedy_ids_B, dtype=torch.float32)
+            return DrawnTokens(greedy_ids_B, zeros_B, self._kept(logits_BV))
         if self._temperature_B1 is not None:
             # Subtract the maximum first: a temperature near zero would give infinite quotients.
             logits_BV -= logits_BV.amax(-1, keepdim=True)
             logits_BV /= self._temperature_B1
         if self._truncation is not None:
             self._truncation.apply(logits_BV)
+        kept = self._kept(logits_BV)
         logprobs_BV = logits_BV.log_softmax(-1)
         ids_B = self._draw(logprobs_BV, positions)
         if self._greedy_B is not None:
@@ -117,7 +163,13 @@ class SamplingBatch:
         if self._greedy_B is not None:
             broken_B = logprobs_B.isnan()
             logprobs_B = logprobs_B.masked_fill(self._greedy_B & ~broken_B, 0.0)
-        return DrawnTokens(ids_B, logprobs_B)
+        return DrawnTokens(ids_B, logprobs_B, kept)
+
+    def _kept(self, logits_BV: torch.Tensor) -> KeptIds | None:
+        """Returns what truncation left; of greedy rows nothing, as their masks are empty."""
+        if not self._masked:
+            return None
+        return KeptIds(self._open, logits_BV[self._open] > -torch.inf)
 
     def _draw(self, logprobs_BV: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:
         numbers = uniform(self._seeds, np.array(positions, dtype=np.uint64))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
 from treadle.rollout_server.engines.common.sampling import SampledTokens, SamplingBatch, uniform
+from treadle.rollout_server.sampling_mask import decode
 
 CPU = torch.device("cpu")
 
@@ -66,22 +67,27 @@ def test_the_seed_and_the_position_pick_the_number() -> None:
 def test_greedy_takes_the_first_of_the_likeliest_with_certainty() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [9.0, 0.0, 0.0]])
     greedy = Sampling(max_tokens=1, temperature=0.0, top_k=1, seed=5)
-    assert draw(logits, [greedy, greedy]) == ([1, 0], [0.0, 0.0])
+    assert draw(logits, [greedy, greedy])[:2] == ([1, 0], [0.0, 0.0])
+    batch = SamplingBatch([greedy, greedy], [5, 5], CPU, [False, True])
+    assert batch.sample(logits.clone(), [[0], [0]]).masks == [b"", b""]
     mixed = draw(logits, [greedy, Sampling(max_tokens=1, seed=1)])
     assert (mixed.token_ids[0], mixed.logprobs[0]) == (1, 0.0)
 
 
-def kept(setting: Sampling) -> list[float]:
-    """Probabilities after truncation of the distribution (.4 .3 .2 .1), by drawing often."""
+def kept(setting: Sampling) -> tuple[list[float], set[frozenset[int]]]:
+    """Probabilities after truncation of (.2 .4 .1 .3), by drawing often, and the ids of masks."""
     logits = torch.tensor([0.2, 0.4, 0.1, 0.3]).log()
     found = [0.0] * 4
+    masks = set()
     for seed in range(400):
         one = Sampling(
             max_tokens=1, seed=seed, top_k=setting.top_k, top_p=setting.top_p, min_p=setting.min_p
         )
-        sampled = draw(logits.unsqueeze(0), [one])
-        found[sampled.token_ids[0]] = math.exp(sampled.logprobs[0])
-    return found
+        batch = SamplingBatch([one], [seed], CPU, [True])
+        (token_id,), (logprob,), (mask,) = batch.sample(logits.unsqueeze(0), [[0]])
+        found[token_id] = math.exp(logprob)
+        masks.add(frozenset(decode(mask, token_id, 4)))
+    return found, masks
 
 
 @pytest.mark.parametrize(
@@ -98,7 +104,9 @@ def kept(setting: Sampling) -> list[float]:
     ],
 )
 def test_truncation(setting: Sampling, probabilities: list[float]) -> None:
-    assert kept(setting) == pytest.approx(probabilities, abs=1e-5)
+    found, masks = kept(setting)
+    assert found == pytest.approx(probabilities, abs=1e-5)
+    assert masks == {frozenset(n for n, probability in enumerate(probabilities) if probability)}
 
 
 def test_repetition_penalty_follows_its_paper() -> None:
@@ -134,7 +142,7 @@ def test_what_is_drawn_is_possible(temperature: float, seed: int, vocabulary: in
 def test_a_temperature_near_zero_is_nearly_greedy(temperature: float) -> None:
     logits = torch.tensor([[-40.0, 7.0, 30.0, -torch.inf], [-9.0, -3.0, -5.0, -7.0]])
     setting = Sampling(max_tokens=1, seed=0, temperature=temperature)
-    assert draw(logits, [setting, setting]) == ([2, 1], [0.0, 0.0])
+    assert draw(logits, [setting, setting])[:2] == ([2, 1], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

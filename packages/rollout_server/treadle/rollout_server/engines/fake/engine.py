@@ -53,6 +53,7 @@ from treadle.rollout_server.engines.fake.model import (
     prompt_logprobs,
     routed_experts,
     sample,
+    sampling_mask,
 )
 from treadle.rollout_server.errors import CapabilityMissing
 from treadle.rollout_server.model_files import read_model, read_parameters
@@ -122,6 +123,7 @@ class FakeEngine:
                 split_tensors=True,
                 routed_experts=model.num_moe_layers > 0,
                 prompt_logprobs=True,
+                sampling_mask=True,
             ),
             model=model,
             parameters=parameters,
@@ -206,11 +208,19 @@ class FakeEngine:
             token_id, logprob = sample(
                 candidates, sampling, seen=prefix.seen, seed=seed, position=prefix.length
             )
+            masks: tuple[bytes, ...] = ()
+            if request.sampling_mask:
+                seen = prefix.seen
+                masks = (
+                    sampling_mask(
+                        candidates, sampling, seen=seen, drawn=token_id, vocab_size=vocab_size
+                    ),
+                )
             for block in prefix.extend((token_id,)):
                 self._cache_block(block)
             shown = (logprob,) if request.logprobs else ()
             routed = routed_experts(rows, self.info.model)
-            yield Tokens((token_id,), shown, self._weight_version, routed)
+            yield Tokens((token_id,), shown, self._weight_version, routed, masks)
             rows = (token_id,) if routes else ()
             if token_id in stops:
                 yield Finished(FinishReason.STOP)

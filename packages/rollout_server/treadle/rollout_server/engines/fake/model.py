@@ -16,6 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 
 from treadle.rollout_server.engine import ModelInfo, NamedTensor, Sampling
+from treadle.rollout_server.sampling_mask import encode
 
 BLOCK_TOKENS = 16
 """Tokens in a prefix-cache block."""
@@ -100,13 +101,10 @@ def sample(
     Returns:
         The id, and its log-probability in nats under the sampled distribution.
     """
-    scores = {
-        token_id: _penalised(logit, sampling.repetition_penalty) if token_id in seen else logit
-        for token_id, logit in candidates.items()
-    }
     if sampling.temperature == 0:
+        scores = _scores(candidates, sampling, seen)
         return max(scores, key=lambda token_id: (scores[token_id], -token_id)), 0.0
-    weights = _truncated(scores, sampling)
+    weights = _weights(candidates, sampling, seen)
     total = sum(weights.values())
     target = _uniform(seed, position) * total
     # Rounding may leave a small remainder after the last id; it counts for the most likely id.
@@ -117,6 +115,26 @@ def sample(
             drawn = token_id
             break
     return drawn, min(0.0, math.log(weights[drawn] / total))
+
+
+def sampling_mask(
+    candidates: dict[int, float], sampling: Sampling, *, seen: set[int], drawn: int, vocab_size: int
+) -> bytes:
+    """Returns the sampling mask of a token that `sample` drew."""
+    kept = {drawn} if sampling.temperature == 0 else _weights(candidates, sampling, seen)
+    return encode(sorted(kept), drawn, vocab_size)
+
+
+def _weights(candidates: dict[int, float], sampling: Sampling, seen: set[int]) -> dict[int, float]:
+    """Returns unnormalised probabilities of the ids that may be drawn, most likely first."""
+    return _truncated(_scores(candidates, sampling, seen), sampling)
+
+
+def _scores(candidates: dict[int, float], sampling: Sampling, seen: set[int]) -> dict[int, float]:
+    return {
+        token_id: _penalised(logit, sampling.repetition_penalty) if token_id in seen else logit
+        for token_id, logit in candidates.items()
+    }
 
 
 def prompt_logprobs(

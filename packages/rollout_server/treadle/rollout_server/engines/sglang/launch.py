@@ -77,6 +77,7 @@ async def create(config: ServerConfig) -> SglangEngine:
             in_flight_continue=True,
             collective=True,
             prompt_logprobs=True,
+            sampling_mask=True,
             images=images is not None,
             constrained_sampling=constrains(config),
             routed_experts=reports_experts(config, model),

@@ -19,19 +19,26 @@ from typing import Any
 import torch
 
 from treadle.rollout_server.engine import Sampling
-from treadle.rollout_server.engines.common.sampling import DrawnTokens, SamplingBatch, penalised
+from treadle.rollout_server.engines.common.sampling import (
+    DrawnTokens,
+    KeptIds,
+    SamplingBatch,
+    penalised,
+)
 
 _SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def to_wire(sampling: Sampling, seed: int) -> dict[str, Any]:
+def to_wire(sampling: Sampling, seed: int, *, masked: bool = False) -> dict[str, Any]:
     """Encodes the sampling settings that a worker needs; they travel with the request.
 
     Args:
         sampling: Sampling settings of the request.
         seed: 64 bits; random if the request has none.
+        masked: Whether the request wants sampling masks.
     """
-    return {name: getattr(sampling, name) for name in _SETTINGS} | {"seed": seed}
+    settings = {name: getattr(sampling, name) for name in _SETTINGS}
+    return settings | {"seed": seed, "masked": masked}
 
 
 class SampledRow:
@@ -53,6 +60,7 @@ class SampledRow:
         chosen = {name: settings[name] for name in _SETTINGS}
         self.sampling = Sampling(max_tokens=1, **chosen)
         self.seed: int = settings["seed"]
+        self.masked: bool = settings["masked"]
         self.position = len(history)
         self.seen_V: torch.Tensor | None = None
         if self.sampling.repetition_penalty != 1.0:
@@ -93,7 +101,8 @@ class Rows:
         if self._batch is None:
             settings = [row.sampling for row in self.rows]
             seeds = [row.seed for row in self.rows]
-            self._batch = SamplingBatch(settings, seeds, logits_BV.device)
+            masked = [row.masked for row in self.rows]
+            self._batch = SamplingBatch(settings, seeds, logits_BV.device, masked)
         for index, row in self._penalised:
             row.penalise(logits_BV[index])
         peak_B = logits_BV.amax(-1)
@@ -104,4 +113,17 @@ class Rows:
             assert row.seen_V is not None
             row.seen_V.index_fill_(0, drawn.ids_B[index : index + 1], True)
         # The log-prob of a greedy row is 0 even if its logits are not finite.
-        return DrawnTokens(drawn.ids_B, drawn.logprobs_B + (peak_B - peak_B))
+        return drawn._replace(logprobs_B=drawn.logprobs_B + (peak_B - peak_B))
+
+
+class LateMasks:
+    """The sampling masks of a batch by its rows; made when the first is read, from the device."""
+
+    def __init__(self, kept: KeptIds, ids_B: torch.Tensor) -> None:
+        self._kept, self._ids_B = kept, ids_B
+        self._masks: list[bytes] | None = None
+
+    def __getitem__(self, row: int) -> bytes:
+        if self._masks is None:
+            self._masks = self._kept.masks(self._ids_B.tolist())
+        return self._masks[row]

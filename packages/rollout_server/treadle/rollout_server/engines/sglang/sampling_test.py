@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from treadle.rollout_server.engine import Sampling
 from treadle.rollout_server.engines.common.sampling import SamplingBatch
-from treadle.rollout_server.engines.sglang.sampling import Rows, SampledRow, to_wire
+from treadle.rollout_server.engines.sglang.sampling import LateMasks, Rows, SampledRow, to_wire
 
 VOCAB = 40
 CPU = torch.device("cpu")
@@ -24,8 +24,9 @@ IDS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
 SEEDS = st.integers(0, 2**64 - 1)
 
 
-def row(sampling: Sampling, seed: int, history: list[int]) -> SampledRow:
-    return SampledRow(to_wire(sampling, seed), history, vocab_size=VOCAB, device=CPU)
+def row(sampling: Sampling, seed: int, history: list[int], *, masked: bool = False) -> SampledRow:
+    wire = to_wire(sampling, seed, masked=masked)
+    return SampledRow(wire, history, vocab_size=VOCAB, device=CPU)
 
 
 def logits(count: int, seed: int = 0) -> torch.Tensor:
@@ -39,13 +40,23 @@ def test_it_draws_step_by_step_what_the_embedded_engine_draws(data: Any) -> None
     wanted = data.draw(st.lists(SETTINGS, min_size=1, max_size=6))
     seeds = [data.draw(SEEDS) for _ in wanted]
     histories = [data.draw(IDS) for _ in wanted]
-    rows = Rows([row(*one) for one in zip(wanted, seeds, histories, strict=True)])
-    embedded = SamplingBatch(wanted, seeds, CPU)
+    masked = [data.draw(st.booleans()) for _ in wanted]
+    rows = Rows(
+        [
+            row(one, seed, history, masked=mask)
+            for one, seed, history, mask in zip(wanted, seeds, histories, masked, strict=True)
+        ]
+    )
+    embedded = SamplingBatch(wanted, seeds, CPU, masked)
     for step in range(3):
         scores = logits(len(wanted), data.draw(st.integers(0, 1000)) + step)
         theirs = embedded.sample(scores.clone(), histories)
         ours = rows.draw(scores.clone())
         assert ours.ids_B.tolist() == theirs.token_ids
+        assert (ours.kept is None) is (not any(masked))
+        if ours.kept is not None:
+            late = LateMasks(ours.kept, ours.ids_B)
+            assert [late[place] for place in range(len(wanted))] == theirs.masks
         assert ours.logprobs_B.tolist() == pytest.approx(theirs.logprobs, abs=1e-5)
         for history, token_id in zip(histories, theirs.token_ids, strict=True):
             history.append(token_id)

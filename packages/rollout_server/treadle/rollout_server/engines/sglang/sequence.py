@@ -38,6 +38,9 @@ SETTINGS_KEY = "treadle"
 EXPERTS_KEY = "treadle_experts"
 """Key in SGLang's meta information: for each token, the experts of the rows before it."""
 
+MASKS_KEY = "treadle_masks"
+"""Another one: for each token, its sampling mask."""
+
 _SEED_BITS = 64
 _FORMS = {
     ConstraintForm.JSON_SCHEMA: "json_schema",
@@ -61,7 +64,7 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
     return {
         "max_new_tokens": sampling.max_tokens,
         "stop_token_ids": sorted(stops),
-        "custom_params": {SETTINGS_KEY: to_wire(sampling, seed)},
+        "custom_params": {SETTINGS_KEY: to_wire(sampling, seed, masked=request.sampling_mask)},
     } | ({} if request.constraint is None else _grammar(request.constraint))
 
 
@@ -153,9 +156,10 @@ class Sequence:
 
     def _tokens(self, answer: dict[str, Any], count: int, version: int) -> Iterator[Tokens]:
         entries = answer["meta_info"].get("output_token_logprobs", ())
-        # Other requests of a batch with experts have them as None.
+        # Other requests of a batch with experts, or masks, have them as None.
         asked = self.request.routed_experts_from is not None
         experts = answer["meta_info"].get(EXPERTS_KEY, ()) if asked else ()
+        masks = answer["meta_info"].get(MASKS_KEY, ()) if self.request.sampling_mask else ()
         while self._num_emitted < count:
             stop, sampled_by = self._run(version)
             stop = count if stop is None else min(count, stop)
@@ -165,7 +169,8 @@ class Sequence:
             self._num_emitted = stop
             shown = logprobs if self.request.logprobs else ()
             routed = b"".join(experts[span])
-            yield Tokens(tuple(answer["output_ids"][span]), shown, sampled_by, routed)
+            ids = tuple(answer["output_ids"][span])
+            yield Tokens(ids, shown, sampled_by, routed, tuple(masks[span]))
 
     def _check_constraint(self, reason: dict[str, Any] | None) -> None:
         constraint = self.request.constraint

@@ -19,6 +19,7 @@ from treadle.rollout_server.engine import (
 )
 from treadle.rollout_server.engines.sglang.sequence import (
     EXPERTS_KEY,
+    MASKS_KEY,
     Sequence,
     check_supported,
     logprob_start,
@@ -62,16 +63,19 @@ def test_answers_become_events_once() -> None:
     ]
 
 
-def test_experts_come_with_the_tokens_for_those_who_ask() -> None:
-    experts = [b"abc", b"d", b"e", b"f"]
-    sequence = Sequence(replace(request(), routed_experts_from=0), "1")
+def test_experts_and_masks_come_with_the_tokens_for_those_who_ask() -> None:
+    told: dict[str, Any] = {EXPERTS_KEY: [b"abc", b"d", b"e", b"f"], MASKS_KEY: [b"", b"h", b"i"]}
+    sequence = Sequence(replace(request(), routed_experts_from=0, sampling_mask=True), "1")
     sequence.mark(1, 0)
-    events = read(sequence, answer(3, **{EXPERTS_KEY: experts}), 1)  # type: ignore[arg-type]
-    events += read(sequence, answer(4, {"type": "length"}, **{EXPERTS_KEY: experts}), 1)
+    events = read(sequence, answer(3, **told), 1)
+    told[MASKS_KEY].append(b"j")
+    events += read(sequence, answer(4, {"type": "length"}, **told), 1)
     tokens = [event for event in events if isinstance(event, Tokens)]
     assert [event.routed_experts for event in tokens] == [b"abc", b"de", b"f"]
-    others = read(Sequence(request(), "1"), answer(2, **{EXPERTS_KEY: [None, None]}))  # type: ignore[arg-type]
-    assert [event.routed_experts for event in others if isinstance(event, Tokens)] == [b""]
+    assert [event.sampling_masks for event in tokens] == [(b"",), (b"h", b"i"), (b"j",)]
+    others: dict[str, Any] = {key: [None, None] for key in (EXPERTS_KEY, MASKS_KEY)}
+    plain = read(Sequence(request(), "1"), answer(2, **others))
+    assert plain[1] == Tokens((10, 11), (-0.0, -0.1), 0)
 
 
 def test_logprobs_of_the_prompt_come_once_before_the_first_token() -> None:
@@ -146,6 +150,7 @@ def test_sglang_is_told_where_to_end() -> None:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
         "seed": 5,
+        "masked": False,
     }
 
 

@@ -44,8 +44,8 @@ from transformers import AutoTokenizer
 from treadle.rollout_server.engines.common.collective import CollectiveMember
 from treadle.rollout_server.engines.common.collective_group import decode_group
 from treadle.rollout_server.engines.sglang import weights
-from treadle.rollout_server.engines.sglang.sampling import Rows, SampledRow
-from treadle.rollout_server.engines.sglang.sequence import EXPERTS_KEY, SETTINGS_KEY
+from treadle.rollout_server.engines.sglang.sampling import LateMasks, Rows, SampledRow
+from treadle.rollout_server.engines.sglang.sequence import EXPERTS_KEY, MASKS_KEY, SETTINGS_KEY
 from treadle.rollout_server.engines.sglang.weights import WorkerError
 from treadle.rollout_server.errors import CollectiveBroken
 
@@ -306,6 +306,8 @@ class SeededSampler(Sampler):  # type: ignore[misc]
         rows: Rows = sampling_info.custom_params
         drawn = rows.draw(logits_output.next_token_logits)
         logits_output.next_token_logprobs = drawn.logprobs_B
+        if drawn.kept is not None:
+            logits_output.customized_info = {MASKS_KEY: LateMasks(drawn.kept, drawn.ids_B)}
         return drawn.ids_B.to(torch.int32)
 
 

@@ -249,8 +249,15 @@ class EngineCore:
             if self._batch is None or self._batch[0] != sampling:
                 settings = [sequence.request.sampling for sequence in sampling]
                 seeds = [sequence.seed for sequence in sampling]
-                self._batch = sampling, SamplingBatch(settings, seeds, self._model.device)
+                masked = [sequence.request.sampling_mask for sequence in sampling]
+                self._batch = (
+                    sampling,
+                    SamplingBatch(settings, seeds, self._model.device, masked),
+                )
             sampled = self._batch[1].sample(logits_BV, [sequence.ids for sequence in sampling])
+            for sequence, mask in zip(sampling, sampled.masks, strict=False):
+                if sequence.request.sampling_mask:
+                    sequence.unsent_masks.append(mask)
             tokens = zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
             ended = [
                 (sequence, reason)
@@ -452,9 +459,11 @@ class EngineCore:
         if sequence.unsent_ids:
             ids, logprobs = tuple(sequence.unsent_ids), tuple(sequence.unsent_logprobs)
             routed = self._unsent_routed(sequence)
-            self._emit(sequence, Tokens(ids, logprobs, self.weight_version, routed))
+            masks = tuple(sequence.unsent_masks)
+            self._emit(sequence, Tokens(ids, logprobs, self.weight_version, routed, masks))
             sequence.unsent_ids.clear()
             sequence.unsent_logprobs.clear()
+            sequence.unsent_masks.clear()
 
     def _unsent_routed(self, sequence: Sequence) -> bytes:
         if sequence.request.routed_experts_from is None:

@@ -74,6 +74,7 @@ class TorchEngine:
                 split_tensors=True,
                 routed_experts=model.row_bytes > 0,
                 prompt_logprobs=True,
+                sampling_mask=True,
             ),
             model=model.info,
             parameters=model.parameters,

@@ -61,6 +61,7 @@ class Sequence:
     ended: bool = False
     unsent_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[float] = field(default_factory=list)
+    unsent_masks: list[bytes] = field(default_factory=list)
     routed_experts: bytearray = field(default_factory=bytearray)
     num_routed_sent: int = field(init=False)
     num_scored: int | None = field(init=False)

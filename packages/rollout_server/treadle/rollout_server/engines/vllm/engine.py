@@ -67,6 +67,8 @@ from treadle.rollout_server.tensors import TensorCheck, check_tensors
 
 T = TypeVar("T")
 _NAME = "vllm"
+_WITHOUT_MASKS = ("distributed_executor_backend", "scheduler_cls")
+"""Arguments of the engine with which it reports no sampling masks."""
 
 
 class VllmEngine:
@@ -142,6 +144,8 @@ class VllmEngine:
                 prompt_logprobs=True,
                 constrained_sampling=has_tokenizer(config),
                 routed_experts=routed_experts,
+                # Our executor makes vLLM's scheduler forward them.
+                sampling_mask=config.engine_args.keys().isdisjoint(_WITHOUT_MASKS),
             ),
             model=held,
             parameters=parameters,

@@ -6,6 +6,7 @@ also under Pex.
 
 from typing import Any
 
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
@@ -18,6 +19,8 @@ class _Executor(Executor):  # type: ignore[misc]
 
     def _init_executor(self) -> None:
         die_with_parent()
+        # The setting for it is refused with the older model runner; see `sampler.py`.
+        Scheduler.return_sampling_mask = property(lambda _: True, lambda *_: None)
         super()._init_executor()
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:

@@ -26,8 +26,8 @@ from vllm.distributed.aux_output_connector.worker import get_aux_output_connecto
 from vllm.model_executor.layers.fused_moe.layer import MoERunner
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import AsyncModelRunnerOutput
 
+from treadle.rollout_server.engines.vllm.sampler import with_report
 from treadle.rollout_server.engines.vllm.sampling import EXPERTS_KEY
 
 
@@ -84,17 +84,6 @@ class _Report:
         return AuxRequestOutput(part.token_start + len(part.rows), part.rows[:0])
 
 
-class _LaterOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
-    """The output of a step whose copies to the host are under way."""
-
-    def __init__(self, output: AsyncModelRunnerOutput, report: _Report) -> None:
-        self._output = output
-        self._report = report
-
-    def get_output(self) -> Any:
-        return self._report.add_to(self._output.get_output())
-
-
 def make_scheduler(vllm_config: Any, **kwargs: Any) -> Scheduler:
     """Returns vLLM's scheduler for a configuration, which forwards the experts."""
     kind = AsyncScheduler if vllm_config.scheduler_config.async_scheduling else Scheduler
@@ -138,8 +127,6 @@ def report_experts(runner: Any) -> None:
             layers,
             stream,
         )
-        if isinstance(output, AsyncModelRunnerOutput):
-            return _LaterOutput(output, report)
-        return report.add_to(output)
+        return with_report(output, report)
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens

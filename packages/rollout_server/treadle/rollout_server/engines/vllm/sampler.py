@@ -8,16 +8,88 @@ left the device yet.
 
 Replaces the sampler of vLLM's older model runner; the newer one samples inside its kernels, so
 `startup.py` disables it. Nothing here waits, not even for the device.
+
+Sampling masks leave as vLLM's own do, which only the newer runner makes: as arrays beside the
+tokens, of the bytes of a mask in place of ids.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
-from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.outputs import (
+    AsyncModelRunnerOutput,
+    LogprobsTensors,
+    SamplerOutput,
+    SamplingMaskLists,
+)
 from vllm.v1.sample.sampler import Sampler
 
-from treadle.rollout_server.engines.common.sampling import SamplingBatch
-from treadle.rollout_server.engines.vllm.sampling import sampling_of
+from treadle.rollout_server.engines.common.sampling import KeptIds, SamplingBatch
+from treadle.rollout_server.engines.vllm.sampling import MASK_KEY, sampling_of
+
+
+class StepReport(Protocol):
+    """What the output of a step carries beside its tokens."""
+
+    def add_to(self, output: Any) -> Any:
+        """Adds it to a `ModelRunnerOutput`, which is returned; waits for the device."""
+        ...
+
+
+class _LaterOutput(AsyncModelRunnerOutput):  # type: ignore[misc]
+    """The output of a step whose copies to the host are under way."""
+
+    def __init__(self, output: AsyncModelRunnerOutput, report: StepReport) -> None:
+        self._output = output
+        self._report = report
+
+    def get_output(self) -> Any:
+        return self._report.add_to(self._output.get_output())
+
+
+def with_report(output: Any, report: StepReport) -> Any:
+    """Returns the output of a step with a report, which waits until the output does."""
+    if isinstance(output, AsyncModelRunnerOutput):
+        return _LaterOutput(output, report)
+    return report.add_to(output)
+
+
+class _Masks:
+    """The sampling masks of one step's rows.
+
+    Args:
+        stream: For the copy to the host; None on the CPU.
+    """
+
+    def __init__(self, kept: KeptIds, stream: Any) -> None:
+        self._kept, self._stream = kept, stream
+
+    def add_to(self, output: Any) -> Any:
+        """See `StepReport`. The tokens have arrived, so what was kept has been computed."""
+        ids = [sampled[0] if sampled else 0 for sampled in output.sampled_token_ids]
+        with torch.cuda.stream(self._stream):  # None changes nothing.
+            masks = self._kept.masks(ids)
+        output.sampling_masks = SamplingMaskLists(
+            np.frombuffer(b"".join(masks), np.uint8), np.cumsum([0, *map(len, masks)])
+        )
+        return output
+
+
+def report_masks(runner: Any, sampler: "SeededSampler") -> None:
+    """Makes the outputs of a ``GPUModelRunner`` carry sampling masks, where a request asks."""
+    sample = runner.sample_tokens
+    on_cpu = runner.device.type == "cpu"
+
+    def sample_tokens(grammar_output: Any) -> Any:
+        output = sample(grammar_output)
+        kept, sampler.kept = sampler.kept, None
+        if kept is None:
+            return output
+        stream = None if on_cpu else runner._get_or_create_async_output_copy_stream()
+        return with_report(output, _Masks(kept, stream))
+
+    runner.sample_tokens = sample_tokens
 
 
 class SeededSampler(Sampler):  # type: ignore[misc]
@@ -25,10 +97,14 @@ class SeededSampler(Sampler):  # type: ignore[misc]
 
     Args:
         model_runner: The ``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` that calls it.
+
+    Attributes:
+        kept: What the last step could have drawn; None if no row wants a mask.
     """
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
+        self.kept: KeptIds | None = None
         self._runner = model_runner
         self._names: list[str] = []
         self._batch: SamplingBatch | None = None
@@ -51,6 +127,7 @@ class SeededSampler(Sampler):  # type: ignore[misc]
         )
         positions = rows.num_tokens_no_spec[: rows.num_reqs].tolist()
         drawn = self._sampling_batch(rows, logits.device).draw(penalised_BV, positions)
+        self.kept = drawn.kept
         ids_B1 = drawn.ids_B.to(torch.int32).unsqueeze(-1)
         logprobs = None
         if sampling_metadata.max_num_logprobs is not None:
@@ -68,5 +145,6 @@ class SeededSampler(Sampler):  # type: ignore[misc]
             parameters = [self._runner.requests[name].sampling_params for name in names]
             settings = [sampling_of(each.extra_args) for each in parameters]
             seeds = [setting.seed or 0 for setting in settings]
-            self._batch, self._names = SamplingBatch(settings, seeds, device), names
+            masked = [MASK_KEY in each.extra_args for each in parameters]
+            self._batch, self._names = SamplingBatch(settings, seeds, device, masked), names
         return self._batch

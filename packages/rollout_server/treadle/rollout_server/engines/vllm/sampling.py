@@ -19,6 +19,9 @@ EXTRA_ARGS_KEY = "treadle"
 EXPERTS_KEY = "treadle_experts"
 """Another one, which requests have that ask for experts."""
 
+MASK_KEY = "treadle_mask"
+"""Another one, which requests have that ask for sampling masks."""
+
 _FORMS = {
     ConstraintForm.JSON_SCHEMA: "json",
     ConstraintForm.REGEX: "regex",
@@ -42,6 +45,8 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
     experts_from = request.routed_experts_from
     if experts_from is not None:
         extra_args[EXPERTS_KEY] = True
+    if request.sampling_mask:
+        extra_args[MASK_KEY] = True
     return {
         "max_tokens": sampling.max_tokens,
         "repetition_penalty": sampling.repetition_penalty,

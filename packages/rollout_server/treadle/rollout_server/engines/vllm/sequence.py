@@ -119,7 +119,9 @@ class Sequence:
             self._start(output.num_cached_tokens)
             if output.prompt_logprobs:  # All of them come with the first token.
                 self._take_prompt(output.prompt_logprobs.logprobs)
-            self._take(completion.token_ids, completion.logprobs)
+            asks = self.request.sampling_mask
+            masks = map(bytes, completion.sampling_mask.token_ids) if asks else ()
+            self._take(completion.token_ids, completion.logprobs, tuple(masks))
         if self.ended:  # `_take` may have failed it.
             return
         if reason in _REASONS:
@@ -190,7 +192,7 @@ class Sequence:
     def _fail_not_finite(self) -> None:
         self.fail(FloatingPointError("the model's logits are not finite: load other weights"))
 
-    def _take(self, token_ids: Many[int], logprobs: Any) -> None:
+    def _take(self, token_ids: Many[int], logprobs: Any, masks: tuple[bytes, ...]) -> None:
         """Emits new tokens, grouped by weight version."""
         if self.ended:  # Its prompt failed it.
             return
@@ -207,7 +209,8 @@ class Sequence:
             part = slice(max(start - first, 0), max(stop - first, 0))
             if part.start < part.stop:
                 routed = self._take_experts() if part.stop == len(token_ids) else b""
-                self._emit(Tokens(tuple(token_ids[part]), shown[part], int(label), routed))
+                ids = tuple(token_ids[part])
+                self._emit(Tokens(ids, shown[part], int(label), routed, masks[part]))
 
     def _take_experts(self) -> bytes:
         assert self._state is not None

@@ -30,6 +30,7 @@ def output(
     reason: str | None = None,
     cached: int = 0,
     prompt_logprobs: list[float] | None = None,
+    masks: list[list[int]] | None = None,
 ) -> Any:
     """What vLLM puts into a collector."""
     prompt = None if prompt_logprobs is None else SimpleNamespace(logprobs=prompt_logprobs)
@@ -37,6 +38,7 @@ def output(
         token_ids=list(token_ids),
         logprobs=SimpleNamespace(logprobs=[-float(token_id) for token_id in token_ids]),
         finish_reason=reason,
+        sampling_mask=None if masks is None else SimpleNamespace(token_ids=masks),
     )
     return SimpleNamespace(
         outputs=[completion],
@@ -122,14 +124,16 @@ async def test_a_late_reader_gets_each_token_with_its_own_version() -> None:
 
 
 @pytest.mark.asyncio
-async def test_experts_of_all_new_rows_come_with_the_last_tokens() -> None:
-    sequence, state = Sequence(REQUEST, SequenceStats()), State(("4", 0), ("5", 1))
+async def test_masks_come_with_their_tokens_and_experts_of_all_new_rows_with_the_last() -> None:
+    sequence = Sequence(replace(REQUEST, sampling_mask=True), SequenceStats())
+    state = State(("4", 0), ("5", 1))
     sequence.submitted(state)
     state.routed_experts_chunks += [np.array([[[1, 2]]], np.uint8), np.array([[[3, 4]]], np.uint8)]
-    sequence.put(output(5, 6))
+    sequence.put(output(5, 6, masks=[[7, 8], []]))
     state.routed_experts_chunks.append(np.array([[[5, 6]]], np.uint8))
-    sequence.put(output(7, reason="length"))
+    sequence.put(output(7, reason="length", masks=[[9]]))
     tokens = [event for event in await events_of(sequence) if isinstance(event, Tokens)]
+    assert [event.sampling_masks for event in tokens] == [(b"\7\x08",), (b"",), (b"\x09",)]
     assert [event.routed_experts for event in tokens] == [b"", b"\1\2\3\4", b"\5\6"]
 
 

@@ -50,12 +50,14 @@ class WorkerExtension:
 
     def treadle_install(self) -> None:
         """Installs our sampler, and ends the process with the server, without a last collection."""
-        from treadle.rollout_server.engines.vllm.sampler import SeededSampler
+        from treadle.rollout_server.engines.vllm.sampler import SeededSampler, report_masks
 
         atexit.register(gc.freeze)  # As in the server's `main`.
         if self.parallel_config.world_size > 1:  # Otherwise this is the engine core's process.
             die_with_parent()
-        self.model_runner.sampler = SeededSampler(self.model_runner)
+        sampler = SeededSampler(self.model_runner)
+        self.model_runner.sampler = sampler
+        report_masks(self.model_runner, sampler)
 
     def treadle_report_experts(self) -> None:
         """Makes the outputs of the steps carry the experts that the model chose, if it has any."""

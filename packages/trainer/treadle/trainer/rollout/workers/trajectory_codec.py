@@ -462,6 +462,7 @@ def _pack_tokens(tokens: Tokens, number: Callable[[Image], int]) -> pb.Sample:
             id_bytes=experts.id_bytes,
             data=experts.data,
         ),
+        sampling_masks=tokens.sampling_masks,
     )
 
 
@@ -487,6 +488,7 @@ def _tokens(packed: pb.Sample, images: Sequence[Image]) -> Tokens:
         )
         if packed.HasField("routed_experts")
         else None,
+        sampling_masks=tuple(packed.sampling_masks),
     )
 
 

@@ -218,6 +218,7 @@ def _samples(draw: st.DrawFn) -> Tokens:
         spans=tuple(spans),
         images=tuple(draw(st.lists(placed, max_size=2))),
         routed_experts=draw(st.none() | experts),
+        sampling_masks=draw(st.sampled_from([(), (b"\x00", b"", b"\x05") * stop]))[:stop],
     )
 
 
