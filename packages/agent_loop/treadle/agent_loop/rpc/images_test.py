@@ -92,10 +92,13 @@ async def test_a_blind_server_that_joins_while_a_completion_is_resumed_is_sent_n
     assert (len(sees.requests), len(blind.requests)) == (1, 0)
 
 
-async def test_the_handshake_can_ask_for_images() -> None:
-    needs = Requirements(capabilities=frozenset({"sampled_logprobs", "images"}))
+@pytest.mark.parametrize(
+    ("name", "fix"), [("images", ""), ("sampling_mask", "top_p, top_k or min_p needs it: sample")]
+)
+async def test_the_handshake_can_ask_for_what_few_servers_can(name: str, fix: str) -> None:
+    needs = Requirements(capabilities=frozenset({"sampled_logprobs", name}))
     async with serving(ScriptedServer()) as addresses:
-        with pytest.raises(SetupError, match="lacks the capability 'images'"):
+        with pytest.raises(SetupError, match=f"lacks the capability '{name}'.*{fix}"):
             async with connect(addresses, requirements=needs):
                 pass
 

@@ -14,7 +14,7 @@ from treadle.rollout_server.engines.fake.model import routed_experts
 from treadle.rollout_server.errors import CapabilityMissing, InvalidField
 from treadle.rollout_server.services import event_message, generation
 from treadle.rollout_server.services.codec import decode_generate
-from treadle.rollout_server.services.event_message import split_report
+from treadle.rollout_server.services.event_message import MAX_REPORT_BYTES, split_report
 from treadle.rollout_server.services.testing import want
 from treadle.rollout_server.testing import serve_in_process
 
@@ -85,3 +85,15 @@ def test_parts_are_whole_rows() -> None:
     assert all(isinstance(p, Tokens) and len(p.routed_experts) % 768 == 0 for p in parts)
     assert [p.token_ids for p in parts if isinstance(p, Tokens)] == [(), (), (1,)]
     assert b"".join(p.routed_experts for p in parts if isinstance(p, Tokens)) == rows
+
+
+def test_parts_have_whole_tokens_with_their_masks() -> None:
+    masks = (b"", *(bytes([n]) * (MAX_REPORT_BYTES // 2 - n) for n in range(4)), b"\7")
+    rows, ids = bytes(2 * MAX_REPORT_BYTES), tuple(range(len(masks)))
+    whole = Tokens(ids, tuple(map(float, ids)), 3, rows, masks)
+    parts = [part for part in split_report(whole, 1) if isinstance(part, Tokens)]
+    assert [part.token_ids for part in parts] == [(), (0, 1, 2), (3, 4, 5)]
+    assert all(sum(map(len, part.sampling_masks)) <= MAX_REPORT_BYTES for part in parts)
+    assert sum((part.logprobs for part in parts), ()) == whole.logprobs
+    assert sum((part.sampling_masks for part in parts), ()) == masks
+    assert b"".join(part.routed_experts for part in parts) == rows

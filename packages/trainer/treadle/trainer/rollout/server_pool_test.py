@@ -871,6 +871,12 @@ def test_servers_must_be_able_to_do_what_the_configuration_asks_of_them() -> Non
     assert "in_flight_continue" in required_capabilities(kept)
     replayed = load_config([], [*paths, "policy.moe.routing_replay=true"]).config
     assert "routed_experts" in required_capabilities(replayed)
+    for cut in ("top_p=0.9", "top_k=20", "min_p=0.05"):
+        truncated = load_config([], [*paths, f"rollout.{cut}"]).config
+        assert "sampling_mask" in required_capabilities(truncated)
+    assert "sampling_mask" not in required_capabilities(
+        load_config([], [*paths, "rollout.val.top_p=0.9"]).config
+    )
 
 
 class _Run(RuleBasedStateMachine):
