@@ -31,6 +31,7 @@ from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
+from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
@@ -85,12 +86,15 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
             self._net = spread(net, config)
             self._optimizer = Optimizer(self._net, config.optimizer)
             self._reference: Net | list[Tensor] | None = None
+            self._offload = self._offload_of(config.offload, reference=self._other_reference)
             if keep_reference and reference_path is not None:
+                self.release_memory()  # the reference may need it
                 described.read_model(reference_path)
                 other = Net(load(reference_path), chunk=config.logits_chunk_tokens)
                 self._reference = spread(other, config).requires_grad_(requires_grad=False)
             elif keep_reference and not self._begins_bare:
-                self._reference = [own.clone() for own in self._optimizer.shards.values()]
+                self._reference = self._copies()
+            self.release_memory()
         except BaseException:
             self.close()
             raise
@@ -114,12 +118,22 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """See `PolicyBackend.sum_over_shards`."""
         return sum_over_ranks(values_M)
 
+    def _copies(self) -> list[Tensor]:
+        """Returns what is trained, as it is now."""
+        to_host = self._config.offload.reference
+        return [copied(own, to_host=to_host) for own in self._optimizer.shards.values()]
+
+    def _other_reference(self) -> Iterator[Tensor]:
+        if isinstance(self._reference, Net):
+            yield from map(shard, self._reference.parameters())
+
     # --- computing ---------------------------------------------------------------------------
 
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[FloatArray]:
         """See `PolicyBackend.logprobs`."""
+        self._offload.restore("parameters")
         return self.evaluate(self._net, sequences, temperature)
 
     @torch.no_grad()
@@ -128,14 +142,18 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
     ) -> list[FloatArray]:
         """See `PolicyBackend.reference_logprobs`."""
         if isinstance(self._reference, Net):
-            return self.evaluate(self._reference, sequences, temperature)
+            self._offload.restore("reference")
+            try:
+                return self.evaluate(self._reference, sequences, temperature)
+            finally:
+                self._offload.release("reference")
         if self._begins_bare:
             with lora.switched_off(self._net):
                 return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
-        shards = list(self._optimizer.shards.values())
-        current = [own.clone() for own in shards]
+        self._offload.restore("parameters")
+        shards, current = list(self._optimizer.shards.values()), self._copies()
         try:
             torch._foreach_copy_(shards, self._reference)
             return self.logprobs(sequences, temperature=temperature)
@@ -167,6 +185,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """See `PolicyBackend.export_weights`."""
+        self._offload.restore("parameters")
         return weights.export(self._net, self._config.dtype)
 
     def save_hf(self, folder: Path) -> None:
@@ -184,6 +203,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """Returns the adapter, None without LoRA; collective."""
         if not self._net.lora_scaling:
             return None
+        self._offload.restore("parameters")
         settings, names = self._config.lora, tuple(self._model.adapted(self._config.lora))
         return adapter.CollectedAdapter(
             tensors=lora.collect(self._net, self._config.dtype),

@@ -38,9 +38,12 @@ class FsdpCritic(TrainedNet, CriticBackend):
         self._clip, self._config, self._settings = config.clip_value, like, config.optimizer
         self._net = spread(ValueNet(load(model_path), chunk=like.logits_chunk_tokens), like)
         self._optimizer = Optimizer(self._net, config.optimizer)
+        self._offload = self._offload_of(like.offload)
+        self.release_memory()
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """See `CriticBackend.values`."""
+        self._offload.restore("parameters")
         return self.evaluate(self._net, sequences)
 
     def train_step(

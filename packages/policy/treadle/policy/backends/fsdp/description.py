@@ -87,6 +87,7 @@ class FsdpDescription(BackendDescription):
         lora=True,
         critic=True,
         other_reference=True,
+        offload=True,
         recompute=True,
     )
     model_types: Collection[str] = MODEL_TYPES

@@ -189,6 +189,9 @@ def spread(net: Net, config: PolicyConfig) -> Net:
         for layer in net.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(net, mesh=mesh, mp_policy=precision)
+    elif config.offload.names:  # memory that the file is mapped into would have to stay
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
     return net.to(device())
 
 

@@ -62,7 +62,7 @@ class Optimizer:
         """Clips the gradient, updates the parameters with it, and forgets it; collective.
 
         Returns:
-            The norm before clipping, of the whole model, and whether the step was skipped.
+            The norm before clipping, of the whole model, and whether it was applied.
         """
         gradients = []
         for name, own in self.shards.items():
@@ -76,8 +76,8 @@ class Optimizer:
             squared = torch.stack(norms).to(torch.float64).square().sum()
         dist.all_reduce(squared)
         norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
-        skipped = not math.isfinite(norm)
-        if not skipped:
+        applied = math.isfinite(norm)
+        if applied:
             if norm > self._max_norm:
                 torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
             for group in self._adam.param_groups:
@@ -86,7 +86,12 @@ class Optimizer:
         self.zero_grad()
         for own in self.shards.values():
             own.grad = None
-        return norm, skipped
+        return norm, applied
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the moments; counters of steps are numbers, and always on the host."""
+        for state in self._adam.state.values():
+            yield from (state[name] for name in MOMENTS)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the state as tensors by name: parameters' parts as DTensors, where they are."""

@@ -5,45 +5,49 @@ Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.fsdp import checkpoint, weights
 from treadle.policy.backends.fsdp.attention import packed
 from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.loss_batch import to_compute
+from treadle.policy.backends.offload import Offload, offload_of
 from treadle.policy.backends.ranks import device
-from treadle.policy.client.types import OffloadReport, OptimizerStats
-from treadle.policy.rank_time import spent_on
+from treadle.policy.backends.trained import Trained
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.fsdp.net import Net
     from treadle.policy.client.types import TrainSequence
-    from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+    from treadle.policy.config.policy import OffloadConfig, PolicyConfig
 
 
-class TrainedNet:
+class TrainedNet(Trained):
     """See the module. A class that derives from it sets the attributes."""
 
     _net: Net
     _optimizer: Optimizer
     _config: PolicyConfig
-    _settings: OptimizerConfig
-    _step = 0
-    _has_gradient = False
 
-    @property
-    def step(self) -> int:
-        """See `PolicyBackend.step`."""
-        return self._step
+    def _offload_of(
+        self, config: OffloadConfig, *, reference: Callable[[], Iterable[Tensor]] = tuple
+    ) -> Offload:
+        parameters = [shard(p) for p in self._net.parameters()]
+        return offload_of(
+            config,
+            parameters=lambda: parameters,
+            gradients=lambda: (shard(p.grad) for p in self._net.parameters() if p.grad is not None),
+            state=self._optimizer.tensors,
+            reference=reference,
+        )
 
     @torch.no_grad()
     def evaluate(
@@ -58,6 +62,8 @@ class TrainedNet:
                 values_T, *_ = net(micro, *settings)
             if not micro.is_blank:
                 values_M[micro.slots_T] = values_T
+        if isinstance(net, FSDPModule):
+            net.reshard()  # else its outer part stays whole, and a change of it is not seen
         dist.all_reduce(values_M)
         return batch.unpack(values_M.cpu().numpy())
 
@@ -65,6 +71,7 @@ class TrainedNet:
         self, batch: Batch, computed: Sequence[int], loss: Callable[..., Tensor], *settings: float
     ) -> int:
         """Adds the gradient of a loss of what the model gives; returns how many micro-batches."""
+        self._offload.restore("parameters", "gradients")
         self._has_gradient = True
         count = 0
         for micro in self.micro_batches(batch, computed):
@@ -90,19 +97,9 @@ class TrainedNet:
         for _ in range(int(most) - len(parts)):
             yield batch.blank()
 
-    def optimizer_step(self) -> OptimizerStats:
-        """See `PolicyBackend.optimizer_step`."""
-        if not self._has_gradient:
-            raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
-        self._has_gradient = False
-        rate = self._settings.learning_rate(self._step)
-        with spent_on("optimizer"):
-            norm, skipped = self._optimizer.apply(rate)
-        self._step += 1
-        return OptimizerStats(step=self._step, grad_norm=norm, skipped=skipped, learning_rate=rate)
-
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
+        self._offload.restore("parameters")
         parts = [torch.isfinite(shard(p)).all() for p in self._net.parameters()]
         finite = torch.stack(parts).all().to(torch.int32)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -112,17 +109,14 @@ class TrainedNet:
         """See `PolicyBackend.save`."""
         checkpoint.save(self._tensors(), self._identity(), directory, step=self._step)
 
-    def load(self, directory: Path) -> None:
-        """See `PolicyBackend.load`."""
+    def _read(self, directory: Path) -> int:
         self._optimizer.zero_grad()
-        self._has_gradient = False
         with torch.no_grad():
-            self._step = checkpoint.load(self._tensors(), self._identity(), directory)
-        if not self.weights_are_finite():
-            raise CheckpointError(f"the weights in {directory} are not finite")
+            return checkpoint.load(self._tensors(), self._identity(), directory)
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """Returns what a checkpoint has, where it is: with adapters, only these."""
+        self._offload.restore("parameters", "optimizer")
         kept = {name: tensor.detach() for name, tensor in self._kept().items()}
         return kept | dict(self._optimizer.state())
 
@@ -135,10 +129,3 @@ class TrainedNet:
         if not self._net.lora_scaling:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-
-    def release_memory(self) -> None:
-        """See `PolicyBackend.release_memory`; nothing is moved."""
-
-    def take_offload_report(self) -> OffloadReport:
-        """See `PolicyBackend.take_offload_report`."""
-        return OffloadReport(release_s=0.0, restore_s=0.0, freed_bytes=0, host_bytes=0)
