@@ -108,6 +108,7 @@ def on_two_ranks(task: RankTask) -> list[list[Any]]:
                 model.release_memory()
                 assert (num_bytes(model._net.parameters()) == 0) is (offload is not None)
 
+        start = policy.reference_logprobs(sequences())
         rest()
         if load:
             policy.load(places / name)
@@ -125,6 +126,8 @@ def on_two_ranks(task: RankTask) -> list[list[Any]]:
             if step == 0:
                 policy.save(places / name)
                 rest()
+        assert policy.logprobs(sequences()) != start
+        assert policy.reference_logprobs(sequences()) == start
         exported = {t.name: t.tensor.float().sum().item() for t in policy.export_weights()}
         rest()
         policy.close()
