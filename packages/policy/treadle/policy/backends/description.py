@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 from treadle.policy.client.hf_files import quantisation
 
 if TYPE_CHECKING:
-    from treadle.policy.config.choices import BackendName, ElementType
+    from treadle.policy.config.choices import BackendName, ElementType, OptimizerName
+    from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import (
         LoraConfig,
         OffloadConfig,
@@ -97,6 +98,7 @@ class Capabilities:
 
     parallel: frozenset[str] = frozenset()
     dtypes: tuple[ElementType, ...] = ("float32",)
+    optimizers: tuple[OptimizerName, ...] = ("adamw",)
     lora: bool = False
     critic: bool = False
     other_reference: bool = False
@@ -274,7 +276,7 @@ def refusals(
     backend: BackendDescription,
     policy: PolicyConfig,
     *,
-    critic: bool = False,
+    critic: CriticConfig | None = None,
     other_reference: bool = False,
 ) -> Iterator[str]:
     """Yields each setting that a backend cannot carry out for any model, and the fix."""
@@ -285,6 +287,13 @@ def refusals(
         if name != "sequence"
     ] + [
         ("policy.dtype", policy.dtype, policy.dtype not in can.dtypes, " or ".join(can.dtypes)),
+        *(
+            (key, name, name not in can.optimizers, "adamw")
+            for key, name in (
+                ("policy.optimizer.name", policy.optimizer.name),
+                ("critic.optimizer.name", critic.optimizer.name if critic else "adamw"),
+            )
+        ),
         ("policy.lora.rank", policy.lora.rank, policy.lora.rank > 0 and not can.lora, "0"),
         ("policy.offload", ",".join(offloaded), bool(offloaded) and not can.offload, "{}"),
         (
@@ -299,7 +308,7 @@ def refusals(
             policy.share_prefixes == "always" and not can.shared_prefixes,
             "auto",
         ),
-        ("algorithm.advantage", "gae", critic and not can.critic, "grpo"),
+        ("algorithm.advantage", "gae", critic is not None and not can.critic, "grpo"),
         (
             "algorithm.reference_path",
             "another model",

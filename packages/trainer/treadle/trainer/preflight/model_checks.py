@@ -29,6 +29,7 @@ from treadle.trainer.problems import Problems
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
+    from treadle.policy.config.critic import CriticConfig
 
 __all__ = [
     "check_backend",
@@ -71,7 +72,7 @@ def check_backend(
     backend: BackendDescription,
     policy: PolicyConfig,
     *,
-    critic: bool = False,
+    critic: CriticConfig | None = None,
     other_reference: bool = False,
 ) -> None:
     """Rejects what `policy.backend` can do for no model; see `refusals`.

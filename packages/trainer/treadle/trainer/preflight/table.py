@@ -308,7 +308,7 @@ TRAINED_MODEL: Final = (
         lambda config, backend: check_backend(
             backend,
             config.policy,
-            critic=config.algorithm.needs_critic,
+            critic=config.critic if config.algorithm.needs_critic else None,
             other_reference=config.algorithm.reference_path is not None,
         ),
     ),

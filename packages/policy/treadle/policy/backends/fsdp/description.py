@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
+
+NO_8BIT: Final = (
+    "policy.optimizer.name=adamw8bit needs bitsandbytes: pip install 'treadle-policy[adamw8bit]'"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +89,7 @@ class FsdpDescription(BackendDescription):
     capabilities: ClassVar[Capabilities] = Capabilities(
         parallel=frozenset({"data"}),
         dtypes=("float32", "bfloat16"),
+        optimizers=("adamw", "adamw8bit", "muon"),
         lora=True,
         critic=True,
         other_reference=True,
@@ -160,6 +166,9 @@ class FsdpDescription(BackendDescription):
                 "policy.backend=fsdp has no policy.recompute=selective: set policy.recompute=full "
                 "or none"
             )
+        is_8bit = policy.optimizer.name == "adamw8bit" and not policy.command
+        if is_8bit and find_spec("bitsandbytes") is None:
+            yield NO_8BIT
         if policy.lora.rank:
             yield from raised(partial(model.adapted, policy.lora))
 
@@ -184,12 +193,16 @@ class FsdpDescription(BackendDescription):
         """Returns an estimate of the usual blocks; see `BackendDescription.memory`.
 
         A rank has its share of the float32 weights, and of the gradients and Adam's moments of
-        those that are trained; one layer is whole at a time. A layer keeps, per row, about
+        those that are trained; another optimizer keeps less for matrices of layers. One layer is
+        whole at a time. A layer keeps, per row, about
         8 H + 5 F + 4 A numbers, or with recomputation H, and one layer all of them. Of logits there
         are four float32 copies.
         """
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
         _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
+        outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+        of_layers = 0 if adapters else max(0, model.num_parameters - outside)
+        saved = {"adamw": 0, "adamw8bit": 6, "muon": 4}[policy.optimizer.name] * of_layers
         own = 4 * (model.num_parameters + adapters) // policy.parallel.data
         trained = 4 * adapters // policy.parallel.data if adapters else own
         # New adapters are switched off for the reference, which needs no copy.
@@ -209,7 +222,7 @@ class FsdpDescription(BackendDescription):
         return MemoryEstimate(
             weights=own,
             gradients=trained,
-            optimizer=2 * trained,
+            optimizer=2 * trained - saved // policy.parallel.data,
             reference=copied,
             activations=kept + whole + logits,
             exchanged=0 if other_reference else copied,

@@ -122,7 +122,9 @@ class TrainedNet(Trained):
 
     def _identity(self) -> dict[str, Any]:
         """Returns what a checkpoint is valid for; collective."""
-        return {name: list(tensor.shape) for name, tensor in self._kept().items()}
+        name = self._settings.name
+        settings = {"policy.optimizer.name": None if name == "adamw" else name}
+        return settings | {name: list(tensor.shape) for name, tensor in self._kept().items()}
 
     def _kept(self) -> Mapping[str, Tensor]:
         tensors = weights.trained_and_kept(self._net)
