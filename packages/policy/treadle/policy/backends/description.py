@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from treadle.policy.client.hf_files import quantisation
+from treadle.policy.client.hf_files import DEQUANTISED, quantisation, quantisation_method
 
 if TYPE_CHECKING:
     from treadle.policy.config.choices import BackendName, ElementType, OptimizerName
@@ -28,16 +28,20 @@ class UnsupportedModelError(ValueError):
     """The model needs something that the backend does not compute."""
 
 
-def refuse_quantised(folder: Path) -> None:
+def refuse_quantised(folder: Path, *, but: Collection[str] = ()) -> None:
     """Raises unless the weights of a model folder are numbers as they are.
+
+    Args:
+        but: Each `quant_method` that is read all the same.
 
     Raises:
         UnsupportedModelError: They are quantised.
     """
-    if (found := quantisation(folder)) is not None:
+    if (found := quantisation(folder)) is not None and quantisation_method(folder) not in but:
+        by = "" if but else f" (policy.backend=fsdp reads {' and '.join(DEQUANTISED)})"
         raise UnsupportedModelError(
             f"the weights are quantised, which is not read: {found}; take the model's "
-            "publication in bfloat16, or dequantise it"
+            f"publication in bfloat16, or dequantise it{by}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -24,6 +24,7 @@ from treadle.policy.backends.description import (
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.client.hf_files import (
+    DEQUANTISED,
     missing_weights,
     tensor_shapes,
     weight_files,
@@ -117,7 +118,7 @@ class FsdpDescription(BackendDescription):
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not among those that the fsdp backend is tested with"
             )
-        refuse_quantised(folder)
+        refuse_quantised(folder, but=DEQUANTISED)
         whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         config = whole.get_text_config()
         if found_ropes := {*_rope_types(getattr(config, "rope_parameters", None))} & _BY_LENGTH:
@@ -147,7 +148,7 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
-            shapes=dict(chain.from_iterable(map(tensor_shapes, files))),
+            shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
 
     def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
@@ -231,6 +232,15 @@ class FsdpDescription(BackendDescription):
     def critic_memory(self, model: FsdpModel, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
         """See `BackendDescription.critic_memory`."""
         return self.memory(model, policy.model_copy(update={"lora": LoraConfig()}), rows=rows)
+
+
+def _whole(stored: Iterable[tuple[str, list[int]]]) -> Iterator[tuple[str, list[int]]]:
+    """Yields the shapes of weights, which may be stored in blocks of two to a byte, and scales."""
+    for name, shape in stored:
+        if name.endswith("_blocks"):
+            yield name.removesuffix("_blocks"), [*shape[:-1], 2 * shape[-1]]
+        elif not name.endswith(("_scales", "_scale_inv")):
+            yield name, shape
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -29,6 +29,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention
 from treadle.policy.backends.logprobs import from_logits
 from treadle.policy.backends.ranks import device
+from treadle.policy.client.hf_files import QUANTISED_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -252,6 +253,8 @@ class _Output:
 def load(folder: Path) -> PreTrainedModel:
     """Returns the model of a Hugging Face folder, in float32, without dropout.
 
+    Weights that are quantised are read with their scales.
+
     Raises:
         UnsupportedModelError: Some of its weights are missing or of another shape.
         ValueError: A weight is infinite or NaN.
@@ -262,6 +265,9 @@ def load(folder: Path) -> PreTrainedModel:
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
+    quantised = getattr(config, QUANTISED_KEYS[0], None)
+    if quantised is not None:
+        quantised["dequantize"] = True
     loader: Any = AutoModelForCausalLM
     model: PreTrainedModel
     model, found = loader.from_pretrained(
@@ -271,6 +277,8 @@ def load(folder: Path) -> PreTrainedModel:
         local_files_only=True,
         output_loading_info=True,
     )
+    if quantised is not None:
+        del model._weight_conversions  # they would quantise what is exported
     for what in ("missing_keys", "mismatched_keys"):
         if found[what]:
             raise UnsupportedModelError(

@@ -25,7 +25,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("*.turbo_config.*", _MEGATRON),
     ("*.veomni.*", _MEGATRON),
     ("*.torchtitan.*", _MEGATRON),
-    ("*.optim.muon_*", "policy.optimizer.name=muon takes policy.optimizer.momentum, and torch's other values"),
+    ("*.optim.muon_*", "policy.optimizer.name=muon takes policy.optimizer.momentum only"),
     ("*.mtp.*", "no head for multi-token prediction is trained"),
     ("*.rollout.mtp", f"speculation is the engine's: {_ENGINE_ARGS}"),
     # Actor.
