@@ -23,6 +23,7 @@ from treadle.policy.backends.description import (
     refuse_quantised,
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.backends.vision.shape import NAMING, VisionShape, check_reference
 from treadle.policy.client.hf_files import (
     DEQUANTISED,
     missing_weights,
@@ -54,12 +55,19 @@ class FsdpModel(ModelShape):
     """
 
     ffn_size: int
+    vision: VisionShape | None
     shapes: Mapping[str, Sequence[int]]
 
     @property
     def num_parameters(self) -> int:
         """Number of weights in the folder's files."""
         return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_tower_parameters(self) -> int:
+        """Number of weights of the vision tower; 0 without one."""
+        named = self.shapes.items()
+        return sum(math.prod(shape) for name, shape in named if "visual" in name.split("."))
 
     def adapted(self, lora: LoraConfig) -> Mapping[str, Sequence[Sequence[int]]]:
         """Returns the shapes of all matrices with an adapter, by their names in a layer.
@@ -70,7 +78,7 @@ class FsdpModel(ModelShape):
         found: dict[str, list[Sequence[int]]] = {}
         for name, shape in self.shapes.items():
             *rest, matrix, kind = ["", *name.split(".")]
-            if kind == "weight" and len(shape) == 2 and "experts" not in rest:
+            if kind == "weight" and len(shape) == 2 and not {"experts", "visual"} & {*rest}:
                 found.setdefault(matrix, []).append(shape)
         fused = {name: parts for name, parts in _FUSED.items() if name in found}
         names = adapted_names(lora.targets, fused, self.model_type)
@@ -97,8 +105,8 @@ class FsdpDescription(BackendDescription):
         offload=True,
         recompute=True,
     )
-    model_types: Collection[str] = MODEL_TYPES
-    vision_types: Collection[str] = ()
+    model_types: Collection[str] = (*MODEL_TYPES, *NAMING)
+    vision_types: Collection[str] = tuple(NAMING)
 
     def read_model(self, folder: Path) -> FsdpModel:
         """See `BackendDescription.read_model`."""
@@ -114,7 +122,7 @@ class FsdpDescription(BackendDescription):
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not supported by the fsdp backend: {why}"
             )
-        if model_type not in MODEL_TYPES:
+        if model_type not in self.model_types:
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not among those that the fsdp backend is tested with"
             )
@@ -148,6 +156,7 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
+            vision=VisionShape.from_config(whole),
             shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
 
@@ -175,7 +184,8 @@ class FsdpDescription(BackendDescription):
 
     def reference_problems(self, model: FsdpModel, reference: FsdpModel) -> Iterator[str]:
         """See `BackendDescription.reference_problems`."""
-        return iter(())
+        types = model.model_type, reference.model_type
+        return raised(partial(check_reference, types[0], model.vision, types[1], reference.vision))
 
     def adapters(self, model: FsdpModel, lora: LoraConfig) -> tuple[Sequence[str], int]:
         """See `BackendDescription.adapters`."""
@@ -202,10 +212,13 @@ class FsdpDescription(BackendDescription):
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
         _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
         outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+        outside += model.num_tower_parameters
         of_layers = 0 if adapters else max(0, model.num_parameters - outside)
         saved = {"adamw": 0, "adamw8bit": 6, "muon": 4}[policy.optimizer.name] * of_layers
         own = 4 * (model.num_parameters + adapters) // policy.parallel.data
         trained = 4 * adapters // policy.parallel.data if adapters else own
+        if not adapters and policy.freeze_vision_tower:
+            trained -= 4 * model.num_tower_parameters // policy.parallel.data
         # New adapters are switched off for the reference, which needs no copy.
         is_bare = other_reference is None and adapters and policy.lora.path is None
         copied = 0 if is_bare else reference * trained

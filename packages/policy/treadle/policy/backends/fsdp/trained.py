@@ -26,6 +26,7 @@ from treadle.policy.backends.trained import Trained
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.fsdp.net import Net
+    from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.policy import OffloadConfig, PolicyConfig
 
@@ -36,6 +37,7 @@ class TrainedNet(Trained):
     _net: Net
     _optimizer: Optimizer
     _config: PolicyConfig
+    _images: ImagePacker | None = None
 
     def _offload_of(
         self, config: OffloadConfig, *, reference: Callable[[], Iterable[Tensor]] = tuple
@@ -49,12 +51,17 @@ class TrainedNet(Trained):
             reference=reference,
         )
 
+    def _batch(
+        self, net: Net, sequences: Sequence[TrainSequence], weights: Sequence[float]
+    ) -> Batch:
+        return Batch(sequences, weights, at=device(), packs=net.packs, images=self._images)
+
     @torch.no_grad()
     def evaluate(
         self, net: Net, sequences: Sequence[TrainSequence], *settings: float
     ) -> list[FloatArray]:
         """Returns what a model gives first of the loss tokens of a batch, [L] of each sequence."""
-        batch = Batch(sequences, [0.0] * len(sequences), at=device(), packs=net.packs)
+        batch = self._batch(net, sequences, [0.0] * len(sequences))
         values_M = torch.zeros(batch.num_loss_tokens, device=device())
         computed = to_compute(sequences)
         for micro in self.micro_batches(batch, computed):
@@ -92,7 +99,8 @@ class TrainedNet(Trained):
         )
         most = torch.tensor(len(parts), device=device())
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        for part in parts:
+        for part, following in zip(parts, [*parts[1:], []], strict=True):
+            batch.prefetch(following)
             yield batch.micro_batch(part)
         for _ in range(int(most) - len(parts)):
             yield batch.blank()

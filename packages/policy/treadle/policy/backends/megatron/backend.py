@@ -41,10 +41,10 @@ from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
 from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
-from treadle.policy.backends.megatron.vision.reader import ImageReader
-from treadle.policy.backends.megatron.vision.rows import ImagePacker
 from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import save_folder, sum_over_ranks
+from treadle.policy.backends.vision.reader import ImageReader
+from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,

@@ -14,7 +14,7 @@ from treadle.policy.backend import CheckpointError, LossInputs, LossOutput, Poli
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.client.types import StepStats
 from treadle.policy.config.choices import BackendName
 from treadle.policy.config.policy import OffloadConfig, ParallelConfig, PolicyConfig
