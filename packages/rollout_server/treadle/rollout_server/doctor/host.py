@@ -3,13 +3,13 @@
 from collections.abc import Iterator
 
 from treadle.rollout_server.doctor.facts import Facts
-from treadle.tracing.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, gib, ok, warn
 
 _SHM_BYTES = 1 << 30  # Maximum size of the queues between an engine's processes.
 _OTHER_DESCRIPTORS = 512  # Of libraries, engine processes and staged tensors.
 
 
-def check_host(facts: Facts) -> Iterator[Finding]:
+def check_host(facts: Facts) -> Iterator[Diagnosis]:
     """Runs the checks of this module."""
     yield from _gpus(facts)
     yield _shared_memory(facts)
@@ -20,7 +20,7 @@ def check_host(facts: Facts) -> Iterator[Finding]:
     yield from _threads(facts)
 
 
-def _gpus(facts: Facts) -> Iterator[Finding]:
+def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     for index, gpu in enumerate(facts.gpus):
         yield ok(f"GPU {index}", f"{gpu.name}, {gib(gpu.memory_bytes)}, driver {gpu.driver}")
     model = facts.config.model
@@ -38,7 +38,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _shared_memory(facts: Facts) -> Finding:
+def _shared_memory(facts: Facts) -> Diagnosis:
     free = facts.shm_free_bytes
     fix = "give the container more (docker run --shm-size=8g, or an emptyDir of medium Memory)"
     if free is None:
@@ -48,7 +48,7 @@ def _shared_memory(facts: Facts) -> Finding:
     return ok("/dev/shm", f"{gib(free)} free")
 
 
-def _memfd(facts: Facts) -> Finding:
+def _memfd(facts: Facts) -> Diagnosis:
     if facts.memfd is None:
         cause = "the process that checks it crashed in an import"
         return warn("memory between processes", "unknown", cause, "fix the imports first")
@@ -62,7 +62,7 @@ def _memfd(facts: Facts) -> Finding:
     return ok("memory between processes", "a memfd can be read through /proc")
 
 
-def _addresses(facts: Facts) -> Iterator[Finding]:
+def _addresses(facts: Facts) -> Iterator[Diagnosis]:
     for key, problem in facts.listening.items():
         text = getattr(facts.config, key)
         if problem:
@@ -72,7 +72,7 @@ def _addresses(facts: Facts) -> Iterator[Finding]:
             yield ok(key, text)
 
 
-def _descriptors(facts: Facts) -> Finding:
+def _descriptors(facts: Facts) -> Diagnosis:
     # Every call may come from a separate client with a separate connection.
     admission = facts.config.admission
     wanted = _OTHER_DESCRIPTORS + admission.max_in_flight + admission.max_queued
@@ -83,7 +83,7 @@ def _descriptors(facts: Facts) -> Finding:
     return ok("open files", value)
 
 
-def _locked_memory(facts: Facts) -> Iterator[Finding]:
+def _locked_memory(facts: Facts) -> Iterator[Diagnosis]:
     if not facts.gpus or not facts.infiniband or facts.locked_bytes is None:
         return
     yield warn(
@@ -94,7 +94,7 @@ def _locked_memory(facts: Facts) -> Iterator[Finding]:
     )
 
 
-def _threads(facts: Facts) -> Iterator[Finding]:
+def _threads(facts: Facts) -> Iterator[Diagnosis]:
     if facts.gpus or facts.config.engine == "fake":
         return
     set_to, threads = facts.omp_num_threads, facts.config.model.num_threads

@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 from treadle.rollout_server.doctor.facts import Facts, weight_bytes
-from treadle.tracing.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, gib, ok, warn
 
 
-def check_model(facts: Facts) -> Iterator[Finding]:
+def check_model(facts: Facts) -> Iterator[Diagnosis]:
     """Runs the checks of this module."""
     yield from _files(facts)
     yield from _weights_directory(facts)
     yield from _memory(facts)
 
 
-def _files(facts: Facts) -> Iterator[Finding]:
+def _files(facts: Facts) -> Iterator[Diagnosis]:
     model, path = facts.model, facts.config.model.path
     if model is None:
         if facts.config.engine in ("torch", "vllm", "sglang"):
@@ -35,7 +35,7 @@ def _files(facts: Facts) -> Iterator[Finding]:
         yield warn("tokenizer", "no tokenizer.json", cause, "save the tokenizer beside the model")
 
 
-def _weights_directory(facts: Facts) -> Iterator[Finding]:
+def _weights_directory(facts: Facts) -> Iterator[Diagnosis]:
     directory = facts.config.weights.directory
     if directory is None:
         return
@@ -46,7 +46,7 @@ def _weights_directory(facts: Facts) -> Iterator[Finding]:
         yield ok("weights.directory", str(directory))
 
 
-def _memory(facts: Facts) -> Iterator[Finding]:
+def _memory(facts: Facts) -> Iterator[Diagnosis]:
     needed, model = weight_bytes(facts), facts.config.model
     if not needed or facts.config.engine not in ("torch", "vllm", "sglang"):
         return

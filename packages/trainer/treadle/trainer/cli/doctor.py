@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 
-from treadle.tracing.finding import Finding, Level, as_table
+from treadle.tracing.diagnosis import Diagnosis, Level, as_table
 from treadle.trainer.cli.config_files import add_config_options, config_files
 from treadle.trainer.cli.console import fail, say
 from treadle.trainer.config.load import ConfigError
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     from treadle.trainer.launch.gpus import all_gpus
 
     gpus = all_gpus()
-    found: dict[str, Sequence[Finding]] = {
+    found: dict[str, Sequence[Diagnosis]] = {
         "environment": list(check_environment(num_gpus=len(gpus))),
         "machine": [*check_machine(), *check_gpus(gpus)],
     }
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return int(any(finding.level is Level.FAIL for finding in every))
 
 
-def as_json(found: Mapping[str, Sequence[Finding]]) -> str:
+def as_json(found: Mapping[str, Sequence[Diagnosis]]) -> str:
     """Returns a JSON object: area -> array of findings."""
     rows = {area: [finding.as_json() for finding in findings] for area, findings in found.items()}
     return json.dumps(rows, indent=1)

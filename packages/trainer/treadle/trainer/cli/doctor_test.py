@@ -3,7 +3,7 @@ import socket
 
 import pytest
 
-from treadle.tracing.finding import as_table, fail, ok
+from treadle.tracing.diagnosis import as_table, fail, ok
 from treadle.trainer.cli.doctor import as_json
 from treadle.trainer.demo import DEMO
 from treadle.trainer.main import main

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Final
 
 from treadle.policy.backends.registry import describe
-from treadle.tracing.finding import Finding, fail, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, ok, warn
 from treadle.trainer.doctor.probe import Probed, probe
 
 __all__ = [
@@ -54,7 +54,7 @@ _INSTALL = "pip install treadle-trainer, in a fresh environment"
 
 def check_environment(
     environ: Mapping[str, str] = os.environ, *, num_gpus: int
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Runs the checks of this module; takes as long as importing torch.
 
     Args:
@@ -74,14 +74,14 @@ def check_environment(
     yield check_datasets()
 
 
-def _python() -> Finding:
+def _python() -> Diagnosis:
     version = platform.python_version()
     if sys.version_info[:2] < _OLDEST_PYTHON:
         return fail("python", version, "too old", "use Python 3.11 or newer")
     return ok("python", f"{version}, {sys.executable}")
 
 
-def check_virtual_environment(environ: Mapping[str, str]) -> Finding:
+def check_virtual_environment(environ: Mapping[str, str]) -> Diagnosis:
     """Finds that another environment is activated than the one that runs."""
     active = environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX") or ""
     if not active or Path(active).resolve() == Path(sys.prefix).resolve():
@@ -95,7 +95,7 @@ def check_virtual_environment(environ: Mapping[str, str]) -> Finding:
     )
 
 
-def check_import_path(environ: Mapping[str, str]) -> Finding:
+def check_import_path(environ: Mapping[str, str]) -> Diagnosis:
     """Finds packages of another Python, which are imported until one has a compiled part."""
     own = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     foreign = [
@@ -115,7 +115,7 @@ def check_import_path(environ: Mapping[str, str]) -> Finding:
     return ok("import path", f"{len(sys.path)} entries, none of another Python")
 
 
-def _versions() -> Iterator[Finding]:
+def _versions() -> Iterator[Diagnosis]:
     exactly = describe("megatron").library
     assert exactly is not None, "it uses internals of Megatron-core"
     for name, wanted in {exactly.name: exactly.wanted, **LEAST}.items():
@@ -134,7 +134,7 @@ def _versions() -> Iterator[Finding]:
             yield ok(name, version)
 
 
-def _imports(found: Probed) -> Iterator[Finding]:
+def _imports(found: Probed) -> Iterator[Diagnosis]:
     broken = [name for name in _IMPORTED if found.errors[name]]
     for name in broken:
         error = found.errors[name].splitlines()[0][:200]
@@ -146,7 +146,7 @@ def _imports(found: Probed) -> Iterator[Finding]:
         yield ok("imports", f"{', '.join(_IMPORTED)} can be imported")
 
 
-def check_places(found: Probed) -> Finding:
+def check_places(found: Probed) -> Diagnosis:
     """Finds packages that come from outside of the environment: two environments are mixed."""
     # An environment may consist of links, and be reached through one.
     prefixes = {way(path) for path in (sys.prefix, sys.base_prefix) for way in _WAYS}
@@ -169,7 +169,7 @@ def check_places(found: Probed) -> Finding:
     return ok("places of packages", f"all below {sys.prefix}")
 
 
-def check_build(found: Probed, num_gpus: int) -> Iterator[Finding]:
+def check_build(found: Probed, num_gpus: int) -> Iterator[Diagnosis]:
     """Checks that torch can use the GPUs of the machine."""
     if found.errors["torch"]:
         return
@@ -203,7 +203,7 @@ def check_build(found: Probed, num_gpus: int) -> Iterator[Finding]:
         yield ok("torch build", f"{build}, {found.cuda_devices} GPUs usable")
 
 
-def check_triton(found: Probed) -> Iterator[Finding]:
+def check_triton(found: Probed) -> Iterator[Diagnosis]:
     """Checks that triton belongs to this torch and finds the driver of its GPUs."""
     if "triton" not in found.errors:
         return
@@ -232,7 +232,7 @@ def check_triton(found: Probed) -> Iterator[Finding]:
         yield ok("triton", f"{version}, {drivers}")
 
 
-def check_flash_attention(found: Probed) -> Finding:
+def check_flash_attention(found: Probed) -> Diagnosis:
     """Checks that what transformers and Megatron import if it is there can be imported."""
     broken = [n for n in ("flash_attn", "transformer_engine") if found.errors.get(n)]
     if not broken:
@@ -249,7 +249,7 @@ def check_flash_attention(found: Probed) -> Finding:
     )
 
 
-def check_datasets() -> Finding:
+def check_datasets() -> Diagnosis:
     """Finds a library `datasets` that cannot read what newer ones wrote."""
     try:
         version = importlib.metadata.version("datasets")

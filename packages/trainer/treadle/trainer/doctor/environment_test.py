@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from treadle.policy.backends.megatron import VERSIONS
-from treadle.tracing.finding import Level
+from treadle.tracing.diagnosis import Level
 from treadle.trainer.doctor.environment import (
     LEAST,
     check_build,

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
-from treadle.tracing.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, gib, ok, warn
 from treadle.trainer.launch.gpus import Gpu
 
 __all__ = ["check_gpus"]
@@ -27,7 +27,7 @@ def check_gpus(
     environ: Mapping[str, str] = os.environ,
     *,
     interfaces: Path = _INTERFACES,
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Runs the checks of this module.
 
     Args:
@@ -46,7 +46,7 @@ def check_gpus(
             yield warn(name, environ[name], effect, f"unset {name}, unless you search a fault")
 
 
-def _memory(index: int, gpu: Gpu) -> Finding:
+def _memory(index: int, gpu: Gpu) -> Diagnosis:
     size = f"{gib(gpu.free_bytes)} of {gib(gpu.memory_bytes)} free"
     value = f"{gpu.name}, {size}, driver {gpu.driver}"
     if gpu.free_bytes < gpu.memory_bytes * 0.9:
@@ -59,7 +59,7 @@ def _memory(index: int, gpu: Gpu) -> Finding:
     return ok(f"GPU {index}", value)
 
 
-def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Iterator[Finding]:
+def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None or not gpus:
         return
@@ -81,7 +81,7 @@ def _visible(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> Iterator[Findin
         yield ok("CUDA_VISIBLE_DEVICES", text)
 
 
-def _cumem(environ: Mapping[str, str]) -> Iterator[Finding]:
+def _cumem(environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     if environ.get("NCCL_CUMEM_ENABLE") == "0":
         yield warn(
             "NCCL_CUMEM_ENABLE",
@@ -92,7 +92,7 @@ def _cumem(environ: Mapping[str, str]) -> Iterator[Finding]:
         )
 
 
-def _interfaces_exist(environ: Mapping[str, str], interfaces: Path) -> Iterator[Finding]:
+def _interfaces_exist(environ: Mapping[str, str], interfaces: Path) -> Iterator[Diagnosis]:
     try:
         present = sorted(entry.name for entry in interfaces.iterdir())
     except OSError:

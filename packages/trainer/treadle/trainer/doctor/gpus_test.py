@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.tracing.finding import Finding, Level
+from treadle.tracing.diagnosis import Diagnosis, Level
 from treadle.trainer.doctor.gpus import check_gpus
 from treadle.trainer.launch.gpus import all_gpus
 
@@ -21,7 +21,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
 
 
-def _found(tmp_path: Path, environ: Mapping[str, str]) -> dict[str, Finding]:
+def _found(tmp_path: Path, environ: Mapping[str, str]) -> dict[str, Diagnosis]:
     interfaces = tmp_path / "net"
     for name in ("lo", "eth0"):
         (interfaces / name).mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from treadle.agent_loop import SetupError
-from treadle.tracing.finding import Finding, fail, gib, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, fail, gib, ok, warn
 from treadle.trainer.launch.environment import cpu_count
 
 __all__ = [
@@ -31,7 +31,7 @@ _WITH_LIMIT = (
 )
 
 
-def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Diagnosis]:
     """Runs the checks of this module."""
     yield check_open_files(_OPEN_FILES)
     yield check_shared_memory()
@@ -43,7 +43,7 @@ def check_machine(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield check_sandbox()
 
 
-def check_open_files(wanted: int) -> Finding:
+def check_open_files(wanted: int) -> Diagnosis:
     """Checks the limit of open files of this process, which its children inherit.
 
     Args:
@@ -62,7 +62,7 @@ def check_open_files(wanted: int) -> Finding:
     )
 
 
-def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
+def check_shared_memory(path: Path = Path("/dev/shm")) -> Diagnosis:
     """Checks the size of the shared memory."""
     fix = "docker run --shm-size=32g --ipc=host; in Kubernetes an emptyDir with medium: Memory"
     try:
@@ -80,7 +80,7 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Finding:
     return ok(str(path), f"{gib(free)} free")
 
 
-def check_disk(path: Path, wanted_bytes: int) -> Finding:
+def check_disk(path: Path, wanted_bytes: int) -> Diagnosis:
     """Checks the free disk space where a run writes.
 
     Args:
@@ -98,7 +98,7 @@ def check_disk(path: Path, wanted_bytes: int) -> Finding:
     return ok("disk", f"{gib(free)} free in {there}")
 
 
-def _memory() -> Finding:
+def _memory() -> Diagnosis:
     try:
         lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
         fields = dict(line.split(":", 1) for line in lines)
@@ -112,7 +112,7 @@ def _memory() -> Finding:
     return ok("memory", value)
 
 
-def _host_name() -> Finding:
+def _host_name() -> Diagnosis:
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
@@ -126,7 +126,7 @@ def _host_name() -> Finding:
     return ok("host name", f"{name} is {address}")
 
 
-def _loopback() -> Finding:
+def _loopback() -> Diagnosis:
     """Connects to a free port of this machine, as driver, ranks and servers do."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -143,7 +143,7 @@ def _loopback() -> Finding:
         )
 
 
-def check_proxy(environ: Mapping[str, str]) -> Finding:
+def check_proxy(environ: Mapping[str, str]) -> Diagnosis:
     """Finds a proxy that clients would ask for addresses of this machine."""
     names = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
     proxy = next((environ[name] for name in names if environ.get(name)), "")
@@ -160,7 +160,7 @@ def check_proxy(environ: Mapping[str, str]) -> Finding:
     return ok("proxy", proxy or "none")
 
 
-def check_sandbox() -> Finding:
+def check_sandbox() -> Diagnosis:
     """Runs a program in the sandbox for model-written code, as a code interpreter does."""
     try:
         from treadle.tools.sandbox import LocalSandbox, Program, SandboxError

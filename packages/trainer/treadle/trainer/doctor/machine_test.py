@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from treadle.tools.sandbox.testing import why_no_user_namespaces
-from treadle.tracing.finding import Level
+from treadle.tracing.diagnosis import Level
 from treadle.trainer.doctor.machine import (
     check_disk,
     check_machine,

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 from treadle.agent_loop import SetupError
 from treadle.tracing.child_process import supervised
-from treadle.tracing.finding import Finding, Level, fail, ok, warn
+from treadle.tracing.diagnosis import Diagnosis, Level, fail, ok, warn
 from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.config.load import ConfigError, MissingSettings, load_config
 from treadle.trainer.config.schema import Config
@@ -55,7 +55,7 @@ def check_settings(
     *,
     gpus: Sequence[Gpu],
     environ: Mapping[str, str] = os.environ,
-) -> Iterator[Finding]:
+) -> Iterator[Diagnosis]:
     """Checks the run of a command line of `treadle`."""
     missing: MissingSettings | None = None
     try:
@@ -96,13 +96,13 @@ def check_settings(
         yield from _nodes(config, folder)
 
 
-def _problems(error: Exception) -> Iterator[Finding]:
+def _problems(error: Exception) -> Iterator[Diagnosis]:
     for each in error.errors if isinstance(error, SeveralProblems) else (error,):
         text = "\n".join((str(each), *getattr(each, "__notes__", ())))
         yield fail("settings", text, "a run stops at its start", "change what the text names")
 
 
-def _lists(config: Config) -> Iterator[Finding]:
+def _lists(config: Config) -> Iterator[Diagnosis]:
     """Finds rows that an old library `datasets` cannot load, where the user's code may do so."""
     import importlib.metadata
 
@@ -142,7 +142,7 @@ def _has_list_feature(path: Path) -> bool:
     return b'"_type": "List"' in metadata.get(b"huggingface", b"")
 
 
-def _gpu_numbers(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
+def _gpu_numbers(config: Config, gpus: Sequence[Gpu]) -> Iterator[Diagnosis]:
     if config.launch.kind != "local":
         return
     if per_node := config.launch.gpus_per_node:
@@ -176,7 +176,7 @@ def _gpu_numbers(config: Config, gpus: Sequence[Gpu]) -> Iterator[Finding]:
         yield ok("number of GPUs", f"{value}, of {len(gpus)}")
 
 
-def _memory_pools(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _memory_pools(config: Config, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     name = next((n for n in names if "expandable_segments:True" in environ.get(n, "")), None)
     if name is not None and config.rollout.release_memory:
@@ -189,7 +189,7 @@ def _memory_pools(config: Config, environ: Mapping[str, str]) -> Iterator[Findin
         )
 
 
-def _tokens(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
+def _tokens(config: Config, environ: Mapping[str, str]) -> Iterator[Diagnosis]:
     named = {*config.run.loggers, *config.tracing.backends}
     if not named & {"wandb", "weave"} or environ.get("WANDB_MODE") in ("offline", "disabled"):
         return
@@ -205,7 +205,7 @@ def _tokens(config: Config, environ: Mapping[str, str]) -> Iterator[Finding]:
     )
 
 
-def _metrics_port(config: Config) -> Iterator[Finding]:
+def _metrics_port(config: Config) -> Iterator[Diagnosis]:
     port, host = config.run.metrics_port, config.run.metrics_host
     if port is None:
         return
@@ -229,14 +229,14 @@ def _in_netrc(host: str) -> bool:
         return False
 
 
-def _checkpoints(config: Config, run_dir: Path, folder: Path) -> Finding:
+def _checkpoints(config: Config, run_dir: Path, folder: Path) -> Diagnosis:
     weights = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     # Published weights have 2 bytes per parameter; of those with 4 this expects too much.
     each = weights // 2 * _PER_PARAMETER
     return check_disk(run_dir, config.schedule.keep_checkpoints * each)
 
 
-def _server(config: Config) -> Iterator[Finding]:
+def _server(config: Config) -> Iterator[Diagnosis]:
     """Asks the doctor of the server, in the environment where a server of this run would start."""
     spec = server_spec(config, "doctor", weights_directory=None)
     command = spec.command or (sys.executable, "-P", "-m", spec.module)
@@ -276,8 +276,8 @@ def _server(config: Config) -> Iterator[Finding]:
     yield from found
 
 
-def _read(row: Mapping[str, str]) -> Finding:
-    return Finding(
+def _read(row: Mapping[str, str]) -> Diagnosis:
+    return Diagnosis(
         check=f"server: {row['check']}",
         level=Level(row["level"]),
         value=row["value"],
@@ -286,7 +286,7 @@ def _read(row: Mapping[str, str]) -> Finding:
     )
 
 
-def _nodes(config: Config, folder: Path) -> Iterator[Finding]:
+def _nodes(config: Config, folder: Path) -> Iterator[Diagnosis]:
     from treadle.trainer.launch.ray import RayLauncher
 
     launch = config.launch
@@ -298,7 +298,7 @@ def _nodes(config: Config, folder: Path) -> Iterator[Finding]:
             yield fail("Ray", str(error), "no process can be started", "change what the text names")
 
 
-async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> list[Finding]:
+async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> list[Diagnosis]:
     commands = {
         "rollout.server_command": config.rollout.server_command,
         "policy.command": config.policy.command,
@@ -315,7 +315,7 @@ async def _examine(config: Config, folder: Path, launcher: "RayLauncher") -> lis
     return [*_room(config, has), *_about(nodes)]
 
 
-def _about(nodes: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
+def _about(nodes: Mapping[str, Sequence[str]]) -> Iterator[Diagnosis]:
     for address, problems in nodes.items():
         for problem in problems:
             yield fail(
@@ -329,7 +329,7 @@ def _about(nodes: Mapping[str, Sequence[str]]) -> Iterator[Finding]:
             yield ok(f"node {address}", "the driver's interpreter, packages, model and tokenizer")
 
 
-def _room(config: Config, has: Mapping[str, float]) -> Iterator[Finding]:
+def _room(config: Config, has: Mapping[str, float]) -> Iterator[Diagnosis]:
     """Compares what the processes reserve with what the cluster has."""
     launch, ranks, replicas = (
         config.launch,

@@ -9,7 +9,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from treadle.tracing.finding import Finding, Level
+from treadle.tracing.diagnosis import Diagnosis, Level
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
 from treadle.trainer.doctor.run import _room, check_settings
@@ -46,11 +46,13 @@ def server(tmp_path: Path) -> Path:
     return program
 
 
-def _check(*overrides: str, gpus: int = 0, environ: dict[str, str] | None = None) -> list[Finding]:
+def _check(
+    *overrides: str, gpus: int = 0, environ: dict[str, str] | None = None
+) -> list[Diagnosis]:
     return list(check_settings([], [*_FEW, *overrides], gpus=(_GPU,) * gpus, environ=environ or {}))
 
 
-def _named(findings: list[Finding], check: str) -> Finding:
+def _named(findings: list[Diagnosis], check: str) -> Diagnosis:
     (finding,) = [each for each in findings if each.check == check]
     return finding
 

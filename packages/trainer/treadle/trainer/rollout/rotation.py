@@ -22,13 +22,13 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Process, ProcessError
 from treadle.trainer.launch.supervision import Restarts
 
-__all__ = ["Rotation", "Routes", "Server", "ServerRow"]
+__all__ = ["PooledServer", "Rotation", "Routes", "ServerRow"]
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class PooledServer:
     """One running server.
 
     Attributes:
@@ -105,9 +105,9 @@ class Rotation:
         self._listeners: list[Callable[[Routes], None]] = []
         self._sessions_at: Callable[[str], int] | None = None
         self._generator: GrpcTokenGenerator | None = None
-        self._rotation: dict[str, Server] = {}
+        self._rotation: dict[str, PooledServer] = {}
         self._dead: dict[str, str] = {}  # name -> cause
-        self._starting: dict[str, asyncio.Task[Server]] = {}
+        self._starting: dict[str, asyncio.Task[PooledServer]] = {}
         self._news = asyncio.Event()  # a server ended or has started
 
     def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
@@ -148,7 +148,7 @@ class Rotation:
         return self._weight_version
 
     @property
-    def live(self) -> Sequence[Server]:
+    def live(self) -> Sequence[PooledServer]:
         """The servers of the rotation, by name."""
         return [self._rotation[name] for name in sorted(self._rotation)]
 
@@ -225,7 +225,7 @@ class Rotation:
         await self._end(server)
         self._notify()
 
-    async def _remove_with_log(self, server: Server, cause: str) -> None:
+    async def _remove_with_log(self, server: PooledServer, cause: str) -> None:
         if server.process is not None and not server.ended.done():
             where = f" on node {server.process.node}"
             cause = await with_log(server.process, cause, where=where)
@@ -269,7 +269,7 @@ class Rotation:
         """Takes open sessions from elsewhere: loop workers open theirs at the run's router."""
         self._sessions_at = sessions_at
 
-    def _sessions(self, server: Server) -> int:
+    def _sessions(self, server: PooledServer) -> int:
         if self._sessions_at is not None:
             return self._sessions_at(server.address)
         return 0 if self._generator is None else self._generator.sessions_at(server.address)
@@ -306,7 +306,7 @@ class Rotation:
         joined = self._attached.keys() & self._rotation.keys()
         self._given |= dict.fromkeys(joined, self._weight_version)
 
-    async def _end(self, server: Server) -> None:
+    async def _end(self, server: PooledServer) -> None:
         if self._generator is not None:
             await self._generator.remove_replica(server.address)
         server.ended.cancel()  # first: it calls a server of someone else

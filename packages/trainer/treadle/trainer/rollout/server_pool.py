@@ -24,7 +24,7 @@ from treadle.agent_loop.rpc import GrpcTokenGenerator, Requirements, connect
 from treadle.policy.weight_sync.errors import Outcome, WeightSyncError
 from treadle.policy.weight_sync.publisher import PublishReport
 from treadle.trainer.config.schema import Config
-from treadle.trainer.rollout.rotation import Server
+from treadle.trainer.rollout.rotation import PooledServer
 from treadle.trainer.rollout.server_starter import Publish, ServerStarter
 
 __all__ = ["NoServerLeftError", "ServerPool", "required_capabilities"]
@@ -169,7 +169,7 @@ class ServerPool(ServerStarter):
                 await self._remove_ended(server, end)
         return silent
 
-    async def _ask_how_it_is(self, server: Server) -> str | None:
+    async def _ask_how_it_is(self, server: PooledServer) -> str | None:
         """Returns what became of a server, empty if it serves; None if it gives no answer."""
         try:
             info = await server.client.info()
@@ -200,7 +200,7 @@ class ServerPool(ServerStarter):
                     await self._remove_ended(self._rotation[name], cause)
                 return
 
-    async def _remove_ended(self, server: Server, end: str) -> None:
+    async def _remove_ended(self, server: PooledServer, end: str) -> None:
         await self._remove_with_log(server, f"{server.name} ({server.address}) {end}")
 
     async def _remove_refusing(self, failed: Mapping[str, str]) -> None:
@@ -272,7 +272,7 @@ class ServerPool(ServerStarter):
             await self._remove_refusing(failed)
         await self._route_to_new()
 
-    async def _resync_attached(self, server: Server) -> None:
+    async def _resync_attached(self, server: PooledServer) -> None:
         try:
             await self._publisher(self._weight_version, [server.client])
         except WeightSyncError as error:
@@ -335,7 +335,7 @@ class ServerPool(ServerStarter):
                 adding.set_result(None)
         self._notify()
 
-    async def _route_to(self, generator: GrpcTokenGenerator, server: Server) -> None:
+    async def _route_to(self, generator: GrpcTokenGenerator, server: PooledServer) -> None:
         """Adds one server; one that ends meanwhile is left to the next `check_health`.
 
         Raises:
@@ -358,5 +358,5 @@ class ServerPool(ServerStarter):
             raise error
 
 
-def _succeeded(task: "asyncio.Task[Server]") -> bool:
+def _succeeded(task: "asyncio.Task[PooledServer]") -> bool:
     return not task.cancelled() and task.exception() is None

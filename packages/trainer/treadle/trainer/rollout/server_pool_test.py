@@ -28,7 +28,7 @@ from treadle.trainer.launch.process import (
     ProcessError,
     ProcessSpec,
 )
-from treadle.trainer.rollout.rotation import Routes, Server
+from treadle.trainer.rollout.rotation import PooledServer, Routes
 from treadle.trainer.rollout.server_pool import (
     NoServerLeftError,
     ServerPool,
@@ -136,7 +136,7 @@ class _Pool(ServerPool):
         self.begun = asyncio.Event()
         self.versions: dict[str, int | WeightSyncError] = {}  # of servers of someone else
 
-    async def _start(self, name: str, after: Process | None = None) -> Server:
+    async def _start(self, name: str, after: Process | None = None) -> PooledServer:
         self.begun.set()
         return await super()._start(name, after)
 

@@ -29,7 +29,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.topology import make_topology
 from treadle.trainer.launch.process import Launcher, LostProcessError, Process, ProcessError
 from treadle.trainer.launch.supervision import watch_end
-from treadle.trainer.rollout.rotation import Rotation, Server
+from treadle.trainer.rollout.rotation import PooledServer, Rotation
 from treadle.trainer.rollout.server_process import server_spec
 from treadle.trainer.rollout.server_security import server_security
 
@@ -133,7 +133,7 @@ class ServerStarter(Rotation):
             joined.append(name)
         return joined
 
-    async def _start_first(self, name: str) -> Server:
+    async def _start_first(self, name: str) -> PooledServer:
         """Starts a server, and again if it is killed before it serves.
 
         Raises:
@@ -156,7 +156,7 @@ class ServerStarter(Rotation):
                     _log.warning("started again: %s", name)
                 return server
 
-    async def _start(self, name: str, after: Process | None = None) -> Server:
+    async def _start(self, name: str, after: Process | None = None) -> PooledServer:
         """Starts a server, or reaches one of someone else.
 
         Args:
@@ -190,7 +190,7 @@ class ServerStarter(Rotation):
             await process.stop()  # a server that is merely late would hold its memory
             raise
         ended = watch_end(name, process, partial(self._on_end, name))
-        return Server(name, address, process, self._open_client(name, address), ended)
+        return PooledServer(name, address, process, self._open_client(name, address), ended)
 
     async def add(self, address: str) -> "asyncio.Future[None]":
         """Lets in a server that someone else started, once it has answered and fits.
@@ -224,7 +224,7 @@ class ServerStarter(Rotation):
 
     async def _attach(
         self, name: str, address: str, *, wait_s: float, check_only: bool = False
-    ) -> Server | None:
+    ) -> PooledServer | None:
         """Waits until a server of someone else answers; returns None with `check_only`.
 
         Raises:
@@ -249,7 +249,7 @@ class ServerStarter(Rotation):
             self._given.pop(name, None)  # it was started again, and gets the present weights first
         ended = asyncio.create_task(self._watch(client), name=f"end of {name}")
         ended.add_done_callback(lambda _: self._news.set())
-        return Server(name, address, None, client, ended, holds)
+        return PooledServer(name, address, None, client, ended, holds)
 
     async def _ask(self, client: WeightSyncClient, wait_s: float) -> int:
         """Returns the weight version of a server once it answers."""

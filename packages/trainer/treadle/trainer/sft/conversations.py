@@ -30,14 +30,14 @@ from treadle.trainer.data.messages import (
 from treadle.trainer.data.row_problems import RowProblems
 from treadle.trainer.sft.demonstration import Demonstration
 
-__all__ = ["Conversation", "Conversations", "read_conversations"]
+__all__ = ["Conversations", "PlacedDemonstration", "read_conversations"]
 
 _SETTING = "enable_thinking"
 """A column by which verl sets a variable of the template row by row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class PlacedDemonstration:
     """A row's demonstration; `place` names its file and line."""
 
     place: str
@@ -48,7 +48,7 @@ class Conversation:
 class Conversations:
     """The conversations of a split, in the order of the rows; `notes` are printed at the start."""
 
-    conversations: tuple[Conversation, ...]
+    conversations: tuple[PlacedDemonstration, ...]
     notes: tuple[str, ...]
 
 
@@ -68,12 +68,14 @@ def read_conversations(
     rows = read_rows(paths, required=(data.messages_key,), limit=limit)
     read = (data.messages_key, data.tools_key, data.images_key)
     found = RowProblems(f"{split} rows")
-    made: list[Conversation] = []
+    made: list[PlacedDemonstration] = []
     unread: Counter[str] = Counter()
     for row in rows:
         unread.update(key for key in row.columns if key not in read)
         try:
-            made.append(Conversation(place=row.place, demonstration=_demonstration(row, data)))
+            made.append(
+                PlacedDemonstration(place=row.place, demonstration=_demonstration(row, data))
+            )
         except (WrongMessage, SetupError, ValueError) as error:
             found.add(row.place, str(error))
     found.raise_if_any()

@@ -8,7 +8,7 @@ from treadle.policy.client.types import TrainSequence
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
 from treadle.trainer.data.row_problems import RowProblems
-from treadle.trainer.sft.conversations import Conversation
+from treadle.trainer.sft.conversations import PlacedDemonstration
 from treadle.trainer.sft.transcribe import train_sequences, transcribe
 
 __all__ = ["Example", "ExampleSet", "batch_of", "make_examples"]
@@ -42,7 +42,7 @@ class ExampleSet:
 
 
 def make_examples(
-    conversations: Sequence[Conversation],
+    conversations: Sequence[PlacedDemonstration],
     data: SftDataConfig,
     *,
     split: str,

@@ -8,7 +8,7 @@ from treadle.agent_loop.testing import ByteRenderer
 from treadle.trainer import demo
 from treadle.trainer.config.sft import SftDataConfig
 from treadle.trainer.data import DataError
-from treadle.trainer.sft.conversations import Conversation
+from treadle.trainer.sft.conversations import PlacedDemonstration
 from treadle.trainer.sft.demonstration import Demonstration
 from treadle.trainer.sft.examples import ExampleSet, batch_of, make_examples
 
@@ -16,14 +16,14 @@ BYTES = ByteRenderer()
 _RENDERER = HfRenderer.from_directory(Path(demo.__file__).parent / "calculator" / "model")
 
 
-def _conversation(line: int, question: str, answer: str = "A") -> Conversation:
+def _conversation(line: int, question: str, answer: str = "A") -> PlacedDemonstration:
     messages = (
         Message(role="system", content="S"),
         Message(role="user", content=question),
         Message(role="assistant", content=answer),
     )
     place = f"rows.jsonl, line {line}"
-    return Conversation(place=place, demonstration=Demonstration(messages=messages))
+    return PlacedDemonstration(place=place, demonstration=Demonstration(messages=messages))
 
 
 _LONG = "What is 1 + 1? " * 20
@@ -71,7 +71,7 @@ def test_a_cut_never_divides_an_image(length: int) -> None:
         Message(role="user", content="<image>", images=(second,)),
         Message(role="assistant", content="B"),
     )
-    conversation = Conversation(place="1", demonstration=Demonstration(messages=messages))
+    conversation = PlacedDemonstration(place="1", demonstration=Demonstration(messages=messages))
     (whole,) = make_examples(
         [conversation], SftDataConfig(train_files=(Path("x"),)), split="train", renderer=BYTES
     ).examples[0]

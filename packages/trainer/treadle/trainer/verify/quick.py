@@ -172,8 +172,11 @@ def _batch(
     except (NoGroupLeftError, ValueError) as error:
         yield str(error)
         return
-    stale = [s.flags_at_loss_tokens("stale") for s in batch.sequences]
-    metrics |= {**batch.metrics(), STALE_TOKENS: float(np.concatenate(stale).mean())}
+    metrics |= batch.metrics()
+    stale = np.concatenate([s.flags_at_loss_tokens("stale") for s in batch.sequences])
+    computed = ~np.isnan(recorded.of_tokens("policy_logprobs"))
+    if len(stale) == len(computed) and computed.any():  # as the mismatch is measured
+        metrics[STALE_TOKENS] = float(stale[computed].mean())
     expected = np.concatenate([s.at_loss_tokens("advantages") for s in batch.sequences])
     found = recorded.of_tokens("advantages")
     if not np.array_equal(expected.astype(np.float32), found):

@@ -232,6 +232,8 @@ def spread(net: Net, config: PolicyConfig) -> Net:
     """Keeps this rank's share of a model, which each rank has whole."""
     if config.recompute == "full":
         net.recompute()
+    for layer in net.layers():
+        layer.register_forward_hook(_reach_all)  # before FSDP's, which frees the parameters
     half = config.dtype != "float32"
     if dist.get_world_size() > 1 or half:
         precision = MixedPrecisionPolicy(
@@ -245,6 +247,41 @@ def spread(net: Net, config: PolicyConfig) -> Net:
         for parameter in net.parameters():
             parameter.data = parameter.data.clone()
     return net.to(device())
+
+
+def _reach_all(layer: nn.Module, _: Any, output: Any) -> Any:
+    """Returns the output of a layer, from which a gradient reaches all its parameters."""
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    if not (torch.is_grad_enabled() and trained):
+        return output
+    if isinstance(output, Tensor):
+        return _ReachAll.apply(output, *trained)
+    return (_ReachAll.apply(output[0], *trained), *output[1:])
+
+
+class _ReachAll(torch.autograd.Function):
+    """Gives a gradient of zeros to parameters that the output does not depend on.
+
+    FSDP reduces the parameters that have a gradient, so ranks must agree on which these are. They
+    do not by themselves: DeepSeek V4 compresses keys only in sequences above a length.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
+        """Returns the output, in the same memory."""
+        ctx.shapes = [p.shape for p in parameters]
+        ctx.dtypes = [p.dtype for p in parameters]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        """Returns the output's gradient, and zeros without memory of their own."""
+        (of_output,) = gradients
+        zeros = (
+            of_output.new_zeros((), dtype=dtype).expand(shape)
+            for shape, dtype in zip(ctx.shapes, ctx.dtypes, strict=True)
+        )
+        return (of_output, *zeros)
 
 
 class ValueNet(Net):
