@@ -45,7 +45,10 @@ def tower_of(policy: PolicyBackend) -> dict[str, torch.Tensor]:
 def train(
     backend: BackendName, folder: Path, layout: Mapping[str, Any], place: Rendezvous
 ) -> dict[str, Any]:
-    """The policy's view of the batch, the reference's, two steps that teach the tower too."""
+    """The policy's view of the batch, the reference's, steps that teach the tower too.
+
+    In the last, only one rank has an image.
+    """
     config = PolicyConfig(
         backend=backend,
         parallel=ParallelConfig(**layout),
@@ -57,7 +60,7 @@ def train(
     batch = seeing_sequences()
     logprobs = policy.logprobs(batch)
     again = [replace(s, old_logprobs=o) for s, o in zip(batch, logprobs, strict=True)]
-    steps = [policy.train_step(b, LOSS) for b in (batch, again)]
+    steps = [policy.train_step(b, LOSS) for b in (batch, again, [again[0], *again[5:7]])]
     result = {
         "logprobs": [*logprobs, *policy.reference_logprobs(batch)],
         "steps": [(s.loss, s.grad_norm) for s in steps],

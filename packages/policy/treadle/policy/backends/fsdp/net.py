@@ -148,6 +148,9 @@ class Net(nn.Module):
         """Returns the [T, H] hidden states that predict the loss tokens."""
         if micro.images is None:
             hidden_BPH = self._hidden(micro.ids_BP, micro.lengths)
+            if self._trains_tower and torch.is_grad_enabled():  # by the images of other ranks
+                tower = self.model.base_model.visual.parameters()
+                hidden_BPH = _ReachAll.apply(hidden_BPH, *tower)
         else:
             hidden_BPH = self._seeing(micro, micro.images)
         return hidden_BPH.flatten(0, 1)[micro.predictors_T]
@@ -179,8 +182,8 @@ class Net(nn.Module):
 
     def freeze_tower(self, *, frozen: bool) -> None:
         """Leaves the vision tower as it is, or has it trained; other models have none."""
-        self._trains_tower = not frozen
         if hasattr(self.model.base_model, "visual"):
+            self._trains_tower = not frozen
             if not self.packs or not self._behind_decoder:
                 raise UnsupportedModelError(
                     f"model type {self.model.config.model_type!r} cannot be packed, and images are "
