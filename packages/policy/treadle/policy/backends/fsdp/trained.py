@@ -99,8 +99,8 @@ class TrainedNet(Trained):
         )
         most = torch.tensor(len(parts), device=device())
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        for part, following in zip(parts, [*parts[1:], []], strict=True):
-            batch.prefetch(following)
+        for number, part in enumerate(parts):
+            batch.prefetch([index for later in parts[number + 1 : number + 2] for index in later])
             yield batch.micro_batch(part)
         for _ in range(int(most) - len(parts)):
             yield batch.blank()
