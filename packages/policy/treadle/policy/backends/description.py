@@ -322,7 +322,8 @@ def refusals(
     ]
     for name, value, is_refused, fix in settings:
         if is_refused:
+            other = "fsdp" if name.endswith("optimizer.name") else "megatron"
             yield (
                 f"policy.backend={backend.name} has no {name}={value}: set {name}={fix}, or "
-                "policy.backend=megatron"
+                f"policy.backend={other}"
             )

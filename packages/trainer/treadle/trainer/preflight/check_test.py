@@ -146,6 +146,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     cannot = {
         "policy.parallel.data=2": "policy.parallel.data=1",
         "policy.dtype=bfloat16": "policy.dtype=float32",
+        "policy.optimizer.name=muon": "policy.optimizer.name=adamw",
         "policy.lora.rank=4": "policy.lora.rank=0",
         "policy.offload.parameters=true": "policy.offload={}",
         "policy.recompute=full": "policy.recompute=none",
@@ -158,7 +159,8 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     assert len(said) == len(cannot)
     for line, fix in zip(said, cannot.values(), strict=True):
         assert line.startswith("policy.backend=fake has no ")
-        assert line.endswith(f": set {fix}, or policy.backend=megatron")
+        other = "fsdp" if "optimizer" in fix else "megatron"
+        assert line.endswith(f": set {fix}, or policy.backend={other}")
     cannot = {f"policy.parallel.{n}=2": f"policy.parallel.{n}=1" for n in ("pipeline", "context")}
     with pytest.raises(SeveralProblems) as raised:
         _check("policy.backend=fsdp", *cannot, rows=rows)
