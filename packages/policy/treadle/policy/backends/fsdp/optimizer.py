@@ -123,7 +123,7 @@ class Optimizer:
         momentum.lerp_(own.grad, 1 - self._settings.momentum)
         like = self._parameters[name]
         ahead = _whole(own.grad.lerp(momentum, self._settings.momentum), like)  # Nesterov's
-        move = _orthogonal(ahead.full_tensor() if isinstance(ahead, DTensor) else ahead)
+        move = orthogonal(ahead.full_tensor() if isinstance(ahead, DTensor) else ahead)
         if isinstance(like, DTensor):
             part = distribute_tensor(move, like.device_mesh, like.placements, src_data_rank=None)
             move = part.to_local()
@@ -193,7 +193,7 @@ def _matrices(net: Net) -> Mapping[str, nn.Parameter]:
     }
 
 
-def _orthogonal(update: Tensor) -> Tensor:
+def orthogonal(update: Tensor) -> Tensor:
     """Returns the step of Muon along an update, a matrix or several, for a learning rate of 1."""
     move = torch.zeros_like(update)
     parts = [(move, update)] if update.dim() == 2 else list(zip(move, update, strict=True))

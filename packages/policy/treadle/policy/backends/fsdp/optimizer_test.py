@@ -13,6 +13,7 @@ import torch
 from treadle.policy.backend import CheckpointError, Rendezvous
 from treadle.policy.backends import registry
 from treadle.policy.backends.fsdp.description import FsdpDescription
+from treadle.policy.backends.fsdp.optimizer import orthogonal
 from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.policy.testing.model_contract import wanted
 from treadle.policy.testing.ranks import RankTask, run_ranks
@@ -81,6 +82,22 @@ def test_a_step_of_muon_is_that_of_torch(tmp_path: Path) -> None:
                 moved = named[item.name] - before[item.name]
                 apart = (item.tensor - named[item.name]).norm() / moved.norm()
                 assert apart < (1e-2, 0.1)[step], item.name
+
+
+def test_each_expert_has_a_step_of_its_own(tmp_path: Path) -> None:
+    several = torch.randn(3, 8, 12, generator=torch.Generator().manual_seed(0))
+    moves = orthogonal(several)
+    for matrix, move in zip(several, moves, strict=True):
+        assert torch.equal(orthogonal(matrix), move)
+        # Singular values are between about 0.5 and 1.5, scaled by 0.2 sqrt(12).
+        sizes = torch.linalg.svdvals(move) / (0.2 * 12**0.5)
+        assert sizes.min() > 0.3 and sizes.max() < 1.7
+        assert (move * matrix).sum() < 0
+    write_model(tmp_path, "qwen3_moe", num_hidden_layers=1)
+    with open_policy("muon", tmp_path) as policy:
+        kept = policy._optimizer._state
+        assert any("experts" in name for name in kept if "momentum" in kept[name])
+        assert not policy.train_step(sequences(), LOSS).skipped
 
 
 @pytest.mark.skipif("adamw8bit" not in NAMES, reason="bitsandbytes is not installed")
