@@ -20,6 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from treadle.policy.backends.vision.shape import NOT_ADAPTED
 from treadle.policy.client.hf_files import ADAPTER
 
 if TYPE_CHECKING:
@@ -89,9 +90,16 @@ def _read(
     return tensors
 
 
-def peft_settings(lora: LoraConfig, adapted: Sequence[str], *, base: str) -> dict[str, Any]:
-    """Returns what adapter_config.json says of an adapter of these matrices."""
-    return {
+def peft_settings(
+    lora: LoraConfig, adapted: Sequence[str], *, base: str, sees: bool = False
+) -> dict[str, Any]:
+    """Returns what adapter_config.json says of an adapter of these matrices.
+
+    Args:
+        sees: Whether the model has a vision tower, which has no adapters.
+    """
+    # PEFT finds matrices by the ends of their names, which those of the tower share.
+    return ({"exclude_modules": NOT_ADAPTED} if sees else {}) | {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from treadle.policy.client.hf_files import quantisation
+from treadle.policy.client.hf_files import DEQUANTISED, quantisation, quantisation_method
 
 if TYPE_CHECKING:
-    from treadle.policy.config.choices import BackendName, ElementType
+    from treadle.policy.config.choices import BackendName, ElementType, OptimizerName
+    from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import (
         LoraConfig,
         OffloadConfig,
@@ -27,16 +28,20 @@ class UnsupportedModelError(ValueError):
     """The model needs something that the backend does not compute."""
 
 
-def refuse_quantised(folder: Path) -> None:
+def refuse_quantised(folder: Path, *, but: Collection[str] = ()) -> None:
     """Raises unless the weights of a model folder are numbers as they are.
+
+    Args:
+        but: Each `quant_method` that is read all the same.
 
     Raises:
         UnsupportedModelError: They are quantised.
     """
-    if (found := quantisation(folder)) is not None:
+    if (found := quantisation(folder)) is not None and quantisation_method(folder) not in but:
+        by = "" if but else f" (policy.backend=fsdp reads {' and '.join(DEQUANTISED)})"
         raise UnsupportedModelError(
             f"the weights are quantised, which is not read: {found}; take the model's "
-            "publication in bfloat16, or dequantise it"
+            f"publication in bfloat16, or dequantise it{by}"
         )
 
 
@@ -97,6 +102,7 @@ class Capabilities:
 
     parallel: frozenset[str] = frozenset()
     dtypes: tuple[ElementType, ...] = ("float32",)
+    optimizers: tuple[OptimizerName, ...] = ("adamw",)
     lora: bool = False
     critic: bool = False
     other_reference: bool = False
@@ -274,7 +280,7 @@ def refusals(
     backend: BackendDescription,
     policy: PolicyConfig,
     *,
-    critic: bool = False,
+    critic: CriticConfig | None = None,
     other_reference: bool = False,
 ) -> Iterator[str]:
     """Yields each setting that a backend cannot carry out for any model, and the fix."""
@@ -285,6 +291,13 @@ def refusals(
         if name != "sequence"
     ] + [
         ("policy.dtype", policy.dtype, policy.dtype not in can.dtypes, " or ".join(can.dtypes)),
+        *(
+            (key, name, name not in can.optimizers, "adamw")
+            for key, name in (
+                ("policy.optimizer.name", policy.optimizer.name),
+                ("critic.optimizer.name", critic.optimizer.name if critic else "adamw"),
+            )
+        ),
         ("policy.lora.rank", policy.lora.rank, policy.lora.rank > 0 and not can.lora, "0"),
         ("policy.offload", ",".join(offloaded), bool(offloaded) and not can.offload, "{}"),
         (
@@ -299,7 +312,7 @@ def refusals(
             policy.share_prefixes == "always" and not can.shared_prefixes,
             "auto",
         ),
-        ("algorithm.advantage", "gae", critic and not can.critic, "grpo"),
+        ("algorithm.advantage", "gae", critic is not None and not can.critic, "grpo"),
         (
             "algorithm.reference_path",
             "another model",
@@ -309,7 +322,8 @@ def refusals(
     ]
     for name, value, is_refused, fix in settings:
         if is_refused:
+            other = "fsdp" if name.endswith("optimizer.name") else "megatron"
             yield (
                 f"policy.backend={backend.name} has no {name}={value}: set {name}={fix}, or "
-                "policy.backend=megatron"
+                f"policy.backend={other}"
             )

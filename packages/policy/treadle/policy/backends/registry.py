@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from treadle.policy.backends.description import refusals
+from treadle.policy.client.hf_files import DEQUANTISED
 
 if TYPE_CHECKING:
     from treadle.policy.backend import PolicyBackend, Rendezvous
@@ -37,13 +38,21 @@ def describe(name: BackendName) -> BackendDescription:
     assert_never(name)
 
 
-def choose(model_type: str, *, megatron_is_there: bool) -> tuple[BackendName, str]:
-    """Returns the backend for a model where none is set, and why: Megatron-core where it can."""
+def choose(
+    model_type: str, *, megatron_is_there: bool, quantised: str | None = None
+) -> tuple[BackendName, str]:
+    """Returns the backend for a model where none is set, and why: Megatron-core where it can.
+
+    Args:
+        quantised: The `quant_method` of the model's weights; None of whole ones.
+    """
     if model_type in describe("fsdp").model_types:
         if model_type not in describe("megatron").model_types:
             return "fsdp", f"Megatron-core does not compute model type {model_type!r}"
         if not megatron_is_there:
             return "fsdp", "megatron-core is not installed"
+        if quantised in DEQUANTISED:
+            return "fsdp", f"weights in {quantised} are not read for Megatron-core"
     return "megatron", f"the first choice for {model_type!r}"
 
 

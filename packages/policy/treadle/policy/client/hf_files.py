@@ -11,6 +11,7 @@ from typing import Any, Final
 
 __all__ = [
     "ADAPTER",
+    "DEQUANTISED",
     "INDEX",
     "MODEL_FILES",
     "QUANTISED_KEYS",
@@ -19,6 +20,7 @@ __all__ = [
     "copy_files",
     "missing_weights",
     "quantisation",
+    "quantisation_method",
     "tensor_shapes",
     "weight_files",
 ]
@@ -38,6 +40,8 @@ MODEL_FILES: Final = (
 """Patterns of all files of a model beside its weights; a folder may hold anything else too."""
 QUANTISED_KEYS: Final = ("quantization_config", "compression_config")
 """Keys of config.json that describe quantised weights."""
+DEQUANTISED: Final = ("fp8", "mxfp4")
+"""The `quant_method` of weights that transformers reads into whole numbers, with their scales."""
 _MODELOPT: Final = "hf_quant_config.json"
 _WHOLE_TYPES: Final = ("F64", "F32", "F16", "BF16")
 
@@ -90,6 +94,13 @@ def quantisation(folder: Path) -> str | None:
             if "weight" in name and (stored := tensor["dtype"]) not in _WHOLE_TYPES:
                 return f"{file.name} stores {name} as {stored}"
     return None
+
+
+def quantisation_method(folder: Path) -> str | None:
+    """Returns the `quant_method` of a folder's config.json; None without one."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get(QUANTISED_KEYS[0])
+    return found.get("quant_method") if isinstance(found, dict) else None
 
 
 def tensor_shapes(file: Path) -> Iterator[tuple[str, list[int]]]:

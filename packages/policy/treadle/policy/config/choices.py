@@ -7,6 +7,7 @@ __all__ = [
     "BackendName",
     "ElementType",
     "LossAggregation",
+    "OptimizerName",
     "RankCause",
     "SharePrefixes",
 ]
@@ -22,6 +23,8 @@ LossAggregation = Literal[
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 ]
+
+OptimizerName = Literal["adamw", "adamw8bit", "muon"]
 
 SharePrefixes = Literal["auto", "always", "never"]
 

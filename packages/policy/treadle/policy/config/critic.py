@@ -13,7 +13,7 @@ __all__ = ["CriticConfig"]
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The critic's AdamW, and its learning rate over the critic's optimizer steps."""
+    """The critic's optimizer, and its learning rate over the critic's optimizer steps."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Learning rate after warm-up."""
@@ -27,7 +27,7 @@ class CriticConfig(Section):
     """
 
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
     epochs: Annotated[int, Field(ge=1)] | None = None
     """Number of passes over a batch. Null: algorithm.epochs."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0

@@ -12,7 +12,7 @@ from typing import Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from treadle.policy.config.choices import BackendName, ElementType, SharePrefixes
+from treadle.policy.config.choices import BackendName, ElementType, OptimizerName, SharePrefixes
 
 
 class ParallelConfig(BaseModel):
@@ -76,10 +76,15 @@ class ParallelConfig(BaseModel):
 
 
 class OptimizerConfig(BaseModel):
-    """AdamW with decoupled weight decay, and the learning rate over steps."""
+    """The optimizer with decoupled weight decay, and the learning rate over steps."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
+    name: OptimizerName = "adamw"
+    """Step of the matrices of layers; embeddings, output layer, norms and biases have AdamW's.
+    adamw8bit: AdamW whose moments have 8 bits, bitsandbytes'. muon: steps of about equal size in
+    all directions, torch's, scaled to AdamW's (arXiv:2502.16982). Others than adamw need
+    policy.backend=fsdp."""
     lr: float = Field(default=1e-6, gt=0)
     """Learning rate after warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -100,6 +105,8 @@ class OptimizerConfig(BaseModel):
     """Decay of Adam's second moment."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the denominator of Adam's update."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of Muon's momentum."""
     grad_clip: float = Field(default=1.0, gt=0)
     """Maximum norm of the gradient over all parameters; a larger gradient is scaled down."""
 
@@ -229,7 +236,7 @@ class PolicyConfig(BaseModel):
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes, and how they share the model."""
     optimizer: OptimizerConfig = OptimizerConfig()
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
     lora: LoraConfig = LoraConfig()
     """Train adapters of low rank and leave the model's weights as they are."""
     moe: MoeConfig = MoeConfig()

@@ -363,6 +363,7 @@ class LayoutContract(ContractBase):
             *({"parallel": {name: 2}} for name in sizes),
             *({"dtype": "bfloat16"}, {"recompute": "full"}, {"share_prefixes": "always"}),
             *({"lora": {"rank": 4}}, {"offload": {"optimizer": True}}),
+            {"optimizer": {"name": "muon"}},
         ]
         for settings in wrong:
             config = PolicyConfig.model_validate({"backend": self.backend, **settings})
@@ -372,6 +373,7 @@ class LayoutContract(ContractBase):
                 with pytest.raises(ValueError, match=re.escape(problem)):
                     open_policy(folder, **{name: getattr(config, name) for name in settings})
         if not can.capabilities.critic:
-            assert "algorithm.advantage=gae" in "".join(refusals(can, config, critic=True))
+            refused = "".join(refusals(can, config, critic=CriticConfig()))
+            assert "algorithm.advantage=gae" in refused
             with pytest.raises(RuntimeError, match=f"policy.backend={self.backend} has no critic"):
                 open_policy(folder).make_critic(CriticConfig())

@@ -12,11 +12,18 @@ from treadle.policy.testing.critic_contract import CriticContract
 from treadle.policy.testing.layout_contract import LayoutContract
 from treadle.policy.testing.lora_contract import LoraContract
 from treadle.policy.testing.model_contract import ModelContract
+from treadle.policy.testing.offload_contract import OffloadContract
 from treadle.policy.testing.state_contract import StateContract
 from treadle.policy.testing.step_contract import StepContract
 
 
 class PolicyContract(
-    ModelContract, StepContract, StateContract, LoraContract, CriticContract, LayoutContract
+    ModelContract,
+    StepContract,
+    StateContract,
+    LoraContract,
+    CriticContract,
+    OffloadContract,
+    LayoutContract,
 ):
     """The whole contract; see the module docstring."""

@@ -106,7 +106,7 @@ _REWARD_MODEL = "a language model that judges is reward.name=rubric.yaml"
 IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "actor_rollout_ref.actor.optim.optimizer": (
         ("adam", "adamw", "AdamW"),
-        "the optimizer is AdamW: see policy.optimizer",
+        "set policy.optimizer.name=adamw8bit or muon, which need policy.backend=fsdp",
     ),
     "actor_rollout_ref.actor.megatron.expert_tensor_parallel_size": (
         (None, 1),

@@ -89,6 +89,11 @@ def test_the_model_decides_the_backend_that_is_not_set(model: Path) -> None:
     config, why = with_backend(asked)
     assert config.policy.backend == "fsdp"
     assert why == "Megatron-core does not compute model type 'qwen3_next'"
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    _change_json(model / "config.json", model_type="qwen2", quantization_config=method)
+    config, why = with_backend(asked)
+    assert config.policy.backend == "fsdp"
+    assert why == "weights in fp8 are not read for Megatron-core"
     set_ = load_config([DEMO], [f"model.path={model}", "policy.backend=megatron"]).config
     assert with_backend(set_) == (set_, "as set")
 
@@ -141,6 +146,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     cannot = {
         "policy.parallel.data=2": "policy.parallel.data=1",
         "policy.dtype=bfloat16": "policy.dtype=float32",
+        "policy.optimizer.name=muon": "policy.optimizer.name=adamw",
         "policy.lora.rank=4": "policy.lora.rank=0",
         "policy.offload.parameters=true": "policy.offload={}",
         "policy.recompute=full": "policy.recompute=none",
@@ -153,7 +159,8 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     assert len(said) == len(cannot)
     for line, fix in zip(said, cannot.values(), strict=True):
         assert line.startswith("policy.backend=fake has no ")
-        assert line.endswith(f": set {fix}, or policy.backend=megatron")
+        other = "fsdp" if "optimizer" in fix else "megatron"
+        assert line.endswith(f": set {fix}, or policy.backend={other}")
     cannot = {f"policy.parallel.{n}=2": f"policy.parallel.{n}=1" for n in ("pipeline", "context")}
     with pytest.raises(SeveralProblems) as raised:
         _check("policy.backend=fsdp", *cannot, rows=rows)
@@ -168,6 +175,13 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
     _change_json(model / "config.json", model_type="phi3")
     with pytest.raises(SetupError, match=r"'phi3' is not supported by the fake backend; .*llama"):
         _check("policy.backend=fake", f"model.path={model}", rows=rows)
+
+
+def test_servers_that_hold_a_quantised_model_as_stored_are_refused(rows: Path, model: Path) -> None:
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    _change_json(model / "config.json", quantization_config=method)
+    with pytest.raises(SetupError, match=r"rollout.name=vllm serves .*\(fp8\); set rollout.name"):
+        _check("policy.backend=fsdp", f"model.path={model}", "rollout.name=vllm", rows=rows)
 
 
 def test_routing_is_replayed_by_models_with_experts_only(rows: Path) -> None:

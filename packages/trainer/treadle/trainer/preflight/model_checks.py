@@ -18,7 +18,7 @@ from treadle.policy.backends.description import (
     refusals,
 )
 from treadle.policy.backends.registry import choose
-from treadle.policy.client.hf_files import missing_weights
+from treadle.policy.client.hf_files import missing_weights, quantisation, quantisation_method
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import SftConfig
@@ -29,6 +29,7 @@ from treadle.trainer.problems import Problems
 
 if TYPE_CHECKING:
     from treadle.agent_loop.hf import HfRenderer
+    from treadle.policy.config.critic import CriticConfig
 
 __all__ = [
     "check_backend",
@@ -36,6 +37,7 @@ __all__ = [
     "check_parallel",
     "check_policy_parallel",
     "check_reference",
+    "check_served_weights",
     "check_training",
     "check_vocabulary",
     "check_weights",
@@ -44,6 +46,7 @@ __all__ = [
 ]
 
 
+_HOLD_AS_STORED = ("vllm", "sglang")
 AnyConfigT = TypeVar("AnyConfigT", Config, SftConfig)
 
 
@@ -55,6 +58,7 @@ def with_backend(config: AnyConfigT) -> tuple[AnyConfigT, str]:
     try:
         folder = resolve_model(config.model.path, weights=False)
         model_type = str(read_model_config(folder).get("model_type"))
+        quantised = quantisation_method(folder)
     except SetupError:
         return config, "the default"  # the checks of the model tell what is wrong with it
     try:
@@ -62,7 +66,7 @@ def with_backend(config: AnyConfigT) -> tuple[AnyConfigT, str]:
         is_there = True
     except importlib.metadata.PackageNotFoundError:
         is_there = bool(policy.command)  # then ranks have an environment of their own
-    backend, why = choose(model_type, megatron_is_there=is_there)
+    backend, why = choose(model_type, megatron_is_there=is_there, quantised=quantised)
     policy = policy.model_copy(update={"backend": backend})
     return config.model_copy(update={"policy": policy}), why
 
@@ -71,7 +75,7 @@ def check_backend(
     backend: BackendDescription,
     policy: PolicyConfig,
     *,
-    critic: bool = False,
+    critic: CriticConfig | None = None,
     other_reference: bool = False,
 ) -> None:
     """Rejects what `policy.backend` can do for no model; see `refusals`.
@@ -81,6 +85,20 @@ def check_backend(
         SeveralProblems: It lacks more.
     """
     _raise_all(refusals(backend, policy, critic=critic, other_reference=other_reference))
+
+
+def check_served_weights(config: Config, folder: Path) -> None:
+    """Rejects a quantised model that servers would hold as it is stored: updates are whole.
+
+    Raises:
+        SetupError: `rollout.name` is such an engine.
+    """
+    if config.rollout.name in _HOLD_AS_STORED and (found := quantisation(folder)) is not None:
+        raise SetupError(
+            f"rollout.name={config.rollout.name} serves model.path={folder} quantised, and cannot "
+            f"take whole weights then: {found}; set rollout.name=torch, or take the model's "
+            "publication in bfloat16"
+        )
 
 
 def _raise_all(found: Iterable[str]) -> None:

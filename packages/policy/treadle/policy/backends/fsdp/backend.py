@@ -23,15 +23,17 @@ from torch import Tensor
 
 from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends import adapter
+from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import lora, weights
-from treadle.policy.backends.fsdp.batches import Batch
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.net import Net, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
+from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
+from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -79,18 +81,30 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         self._begins_bare = bool(config.lora.rank) and config.lora.path is None
         join(config.parallel, rendezvous or Rendezvous())
         try:
+            if self._model.vision is not None:
+                # Here, because it takes a second, which ranks of text models need not spend.
+                from treadle.policy.backends.vision.reader import ImageReader
+
+                reader = ImageReader(model_path, self._model.vision)
+                self._images = ImagePacker(reader, self._model.vision, has_tower=True)
             net = Net(load(model_path), chunk=config.logits_chunk_tokens)
+            net.freeze_tower(frozen=config.freeze_vision_tower)
             if config.lora.rank:
                 lora.adapt(net, config.lora, self._model.adapted(config.lora), seed=config.seed)
             self._net = spread(net, config)
             self._optimizer = Optimizer(self._net, config.optimizer)
             self._reference: Net | list[Tensor] | None = None
+            self._offload = self._offload_of(config.offload, reference=self._other_reference)
             if keep_reference and reference_path is not None:
-                described.read_model(reference_path)
+                self.release_memory()  # the reference may need it
+                reference = described.read_model(reference_path)
+                if problems := [*described.reference_problems(self._model, reference)]:
+                    raise UnsupportedModelError("\n".join(problems))
                 other = Net(load(reference_path), chunk=config.logits_chunk_tokens)
                 self._reference = spread(other, config).requires_grad_(requires_grad=False)
             elif keep_reference and not self._begins_bare:
-                self._reference = [own.clone() for own in self._optimizer.shards.values()]
+                self._reference = self._copies()
+            self.release_memory()
         except BaseException:
             self.close()
             raise
@@ -114,12 +128,22 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """See `PolicyBackend.sum_over_shards`."""
         return sum_over_ranks(values_M)
 
+    def _copies(self) -> list[Tensor]:
+        """Returns what is trained, as it is now."""
+        to_host = self._config.offload.reference
+        return [copied(own, to_host=to_host) for own in self._optimizer.shards.values()]
+
+    def _other_reference(self) -> Iterator[Tensor]:
+        if isinstance(self._reference, Net):
+            yield from map(shard, self._reference.parameters())
+
     # --- computing ---------------------------------------------------------------------------
 
     def logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[FloatArray]:
         """See `PolicyBackend.logprobs`."""
+        self._offload.restore("parameters")
         return self.evaluate(self._net, sequences, temperature)
 
     @torch.no_grad()
@@ -128,14 +152,18 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
     ) -> list[FloatArray]:
         """See `PolicyBackend.reference_logprobs`."""
         if isinstance(self._reference, Net):
-            return self.evaluate(self._reference, sequences, temperature)
+            self._offload.restore("reference")
+            try:
+                return self.evaluate(self._reference, sequences, temperature)
+            finally:
+                self._offload.release("reference")
         if self._begins_bare:
             with lora.switched_off(self._net):
                 return self.logprobs(sequences, temperature=temperature)
         if self._reference is None:
             raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
-        shards = list(self._optimizer.shards.values())
-        current = [own.clone() for own in shards]
+        self._offload.restore("parameters")
+        shards, current = list(self._optimizer.shards.values()), self._copies()
         try:
             torch._foreach_copy_(shards, self._reference)
             return self.logprobs(sequences, temperature=temperature)
@@ -154,7 +182,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
     ) -> LossStats:
         """See `PolicyBackend.forward_backward`."""
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        batch = Batch(sequences, of_tokens, at=self.device, packs=self._net.packs)
+        batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences, loss)
         of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
         return of_batch.reduce(self.accumulate(batch, computed, of_batch, temperature))
@@ -167,6 +195,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
     def export_weights(self) -> Iterator[NamedTensor]:
         """See `PolicyBackend.export_weights`."""
+        self._offload.restore("parameters")
         return weights.export(self._net, self._config.dtype)
 
     def save_hf(self, folder: Path) -> None:
@@ -184,10 +213,13 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """Returns the adapter, None without LoRA; collective."""
         if not self._net.lora_scaling:
             return None
+        self._offload.restore("parameters")
         settings, names = self._config.lora, tuple(self._model.adapted(self._config.lora))
         return adapter.CollectedAdapter(
             tensors=lora.collect(self._net, self._config.dtype),
-            settings=adapter.peft_settings(settings, names, base=str(self._model_path)),
+            settings=adapter.peft_settings(
+                settings, names, base=str(self._model_path), sees=self._images is not None
+            ),
         )
 
     def _identity(self) -> dict[str, Any]:
@@ -202,7 +234,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """See `PolicyBackend.make_critic`."""
         from treadle.policy.backends.fsdp.critic import FsdpCritic
 
-        return FsdpCritic(config, self._config, self._model_path)
+        return FsdpCritic(config, self._config, self._model_path, self._images)
 
     def close(self) -> None:
         """See `PolicyBackend.close`."""

@@ -26,6 +26,7 @@ class TestFsdpPolicy(PolicyContract):
     adapted: ClassVar[tuple[str, ...]] = ("glm4", "gemma2")
     lora_layouts: ClassVar[tuple[tuple[Mapping[str, Any], ...], ...]] = (({"data": 2},),)
     critic_layouts: ClassVar[tuple[tuple[Mapping[str, Any], ...], ...]] = (({"data": 2},),)
+    offload_layouts: ClassVar[tuple[Mapping[str, Any], ...]] = ({"data": 2},)
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {"folder": ({"data": 2}, 0)}
     readers: ClassVar[tuple[tuple[Mapping[str, Any], int], ...]] = (({"data": 2}, 0),)

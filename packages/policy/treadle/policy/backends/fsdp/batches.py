@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from treadle.policy.backends.loss_batch import LossBatch, MicroBatchTokens
+from treadle.policy.backends.vision.rows import ImagePacker, ImageRows
 from treadle.policy.client.batch import balance, input_length, pack
 from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
 
@@ -28,6 +29,8 @@ class MicroBatch(MicroBatchTokens):
 
     Attributes:
         lengths: Packed sequences' lengths, the longest first; none where each row is one sequence.
+        images: Which positions are images; None where none is.
+        positions_31P: In time, height and width; None where they are those of text.
         predictors_T: The position that predicts each loss token, counted over all rows.
         is_blank: Whether it only lets this rank take part in the others' communication.
     """
@@ -37,6 +40,8 @@ class MicroBatch(MicroBatchTokens):
     predictors_T: Tensor
     targets_T: Tensor
     is_blank: bool = False
+    images: ImageRows | None = None
+    positions_31P: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -54,19 +59,23 @@ class Batch(LossBatch):
         *,
         at: torch.device,
         packs: bool,
+        images: ImagePacker | None = None,
     ) -> None:
         """Takes the whole batch; see `LossBatch`.
 
         Args:
             packs: Whether sequences are end to end in one row.
+            images: Finds the images of a model that sees; None: it reads text only.
 
         Raises:
-            ValueError: Some sequences have images.
+            ValueError: Some sequences have images, and the model reads text only.
         """
-        if any(sequence.images for sequence in sequences):
+        if images is None and any(sequence.images for sequence in sequences):
             raise ValueError("sequences have images, and the model has no vision tower")
         super().__init__(sequences, weights, at=at)
-        self._packs = packs
+        self._packs, self._images = packs, images
+        if images is not None:
+            images.start_batch()
 
     def parts(
         self, computed: Sequence[int], *, max_tokens: int, num_shards: int, shard: int
@@ -103,6 +112,11 @@ class Batch(LossBatch):
         places = [self._positions[i] for i in indices]
         before = [start + place - 1 for start, place in zip(starts, places, strict=True)]
         targets = [np.asarray(s.ids)[where] for s, where in zip(chosen, places, strict=True)]
+        if self._images is not None and any(sequence.images for sequence in chosen):
+            own = [range(length) for length in lengths]
+            loss_tokens["images"] = self._images.rows(chosen, own, None, self._at)
+            positions = np.concatenate([self._images.positions(s) for s in chosen], 1)
+            loss_tokens["positions_31P"] = torch.from_numpy(positions)[:, None].to(self._at)
         return MicroBatch(
             ids_BP=torch.from_numpy(ids.astype(np.int64)).to(self._at),
             lengths=lengths if self._packs else (),
@@ -111,6 +125,11 @@ class Batch(LossBatch):
             is_blank=is_blank,
             **loss_tokens,
         )
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Starts to decode the images of a later micro-batch."""
+        if self._images is not None:
+            self._images.prefetch([self.sequences[i] for i in indices])
 
     def blank(self) -> MicroBatch:
         """Returns a micro-batch of a sequence that is not in the batch, with its fields."""

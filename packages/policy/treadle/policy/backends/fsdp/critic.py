@@ -8,16 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.policy.backend import CriticBackend, step_stats
-from treadle.policy.backends.fsdp.batches import Batch
 from treadle.policy.backends.fsdp.net import ValueNet, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.loss_batch import ValueLoss, to_compute
-from treadle.policy.backends.ranks import device
 from treadle.policy.client.batch import token_weights
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import LossAggregation, StepStats, TrainSequence
     from treadle.policy.config.critic import CriticConfig
     from treadle.policy.config.policy import PolicyConfig
@@ -26,21 +25,34 @@ if TYPE_CHECKING:
 class FsdpCritic(TrainedNet, CriticBackend):
     """The critic on one rank, beside the policy."""
 
-    def __init__(self, config: CriticConfig, like: PolicyConfig, model_path: Path) -> None:
+    def __init__(
+        self,
+        config: CriticConfig,
+        like: PolicyConfig,
+        model_path: Path,
+        images: ImagePacker | None,
+    ) -> None:
         """Loads the decoder's weights, all of which are trained; the value head begins at 0.
 
         Args:
             like: The policy's settings, of which it takes precision and memory.
+            images: Finds the images of a model that sees.
 
         Raises:
             UnsupportedModelError: The model gives no hidden states.
         """
+        self._images = images
         self._clip, self._config, self._settings = config.clip_value, like, config.optimizer
-        self._net = spread(ValueNet(load(model_path), chunk=like.logits_chunk_tokens), like)
+        net = ValueNet(load(model_path), chunk=like.logits_chunk_tokens)
+        net.freeze_tower(frozen=like.freeze_vision_tower)
+        self._net = spread(net, like)
         self._optimizer = Optimizer(self._net, config.optimizer)
+        self._offload = self._offload_of(like.offload)
+        self.release_memory()
 
     def values(self, sequences: Sequence[TrainSequence]) -> list[FloatArray]:
         """See `CriticBackend.values`."""
+        self._offload.restore("parameters")
         return self.evaluate(self._net, sequences)
 
     def train_step(
@@ -53,7 +65,7 @@ class FsdpCritic(TrainedNet, CriticBackend):
         """See `CriticBackend.train_step`."""
         began = time.perf_counter()
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
-        batch = Batch(sequences, of_tokens, at=device(), packs=self._net.packs)
+        batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences)
         loss = ValueLoss(batch, computed, clip=self._clip)
         count = self.accumulate(batch, computed, loss)

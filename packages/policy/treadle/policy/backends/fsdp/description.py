@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -22,7 +23,9 @@ from treadle.policy.backends.description import (
     refuse_quantised,
 )
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.backends.vision.shape import NAMING, VisionShape, check_reference
 from treadle.policy.client.hf_files import (
+    DEQUANTISED,
     missing_weights,
     tensor_shapes,
     weight_files,
@@ -37,6 +40,10 @@ if TYPE_CHECKING:
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
+NO_8BIT: Final = (
+    "policy.optimizer.name=adamw8bit needs bitsandbytes: pip install 'treadle-policy[adamw8bit]'"
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpModel(ModelShape):
@@ -48,12 +55,19 @@ class FsdpModel(ModelShape):
     """
 
     ffn_size: int
+    vision: VisionShape | None
     shapes: Mapping[str, Sequence[int]]
 
     @property
     def num_parameters(self) -> int:
         """Number of weights in the folder's files."""
         return sum(map(math.prod, self.shapes.values()))
+
+    @property
+    def num_tower_parameters(self) -> int:
+        """Number of weights of the vision tower; 0 without one."""
+        named = self.shapes.items()
+        return sum(math.prod(shape) for name, shape in named if "visual" in name.split("."))
 
     def adapted(self, lora: LoraConfig) -> Mapping[str, Sequence[Sequence[int]]]:
         """Returns the shapes of all matrices with an adapter, by their names in a layer.
@@ -64,7 +78,7 @@ class FsdpModel(ModelShape):
         found: dict[str, list[Sequence[int]]] = {}
         for name, shape in self.shapes.items():
             *rest, matrix, kind = ["", *name.split(".")]
-            if kind == "weight" and len(shape) == 2 and "experts" not in rest:
+            if kind == "weight" and len(shape) == 2 and not {"experts", "visual"} & {*rest}:
                 found.setdefault(matrix, []).append(shape)
         fused = {name: parts for name, parts in _FUSED.items() if name in found}
         names = adapted_names(lora.targets, fused, self.model_type)
@@ -84,13 +98,15 @@ class FsdpDescription(BackendDescription):
     capabilities: ClassVar[Capabilities] = Capabilities(
         parallel=frozenset({"data"}),
         dtypes=("float32", "bfloat16"),
+        optimizers=("adamw", "adamw8bit", "muon"),
         lora=True,
         critic=True,
         other_reference=True,
+        offload=True,
         recompute=True,
     )
-    model_types: Collection[str] = MODEL_TYPES
-    vision_types: Collection[str] = ()
+    model_types: Collection[str] = (*MODEL_TYPES, *NAMING)
+    vision_types: Collection[str] = tuple(NAMING)
 
     def read_model(self, folder: Path) -> FsdpModel:
         """See `BackendDescription.read_model`."""
@@ -106,11 +122,11 @@ class FsdpDescription(BackendDescription):
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not supported by the fsdp backend: {why}"
             )
-        if model_type not in MODEL_TYPES:
+        if model_type not in self.model_types:
             raise UnsupportedModelError(
                 f"model type {model_type!r} is not among those that the fsdp backend is tested with"
             )
-        refuse_quantised(folder)
+        refuse_quantised(folder, but=DEQUANTISED)
         whole: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         config = whole.get_text_config()
         if found_ropes := {*_rope_types(getattr(config, "rope_parameters", None))} & _BY_LENGTH:
@@ -140,7 +156,8 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
-            shapes=dict(chain.from_iterable(map(tensor_shapes, files))),
+            vision=VisionShape.from_config(whole),
+            shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
 
     def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
@@ -159,12 +176,16 @@ class FsdpDescription(BackendDescription):
                 "policy.backend=fsdp has no policy.recompute=selective: set policy.recompute=full "
                 "or none"
             )
+        is_8bit = policy.optimizer.name == "adamw8bit" and not policy.command
+        if is_8bit and find_spec("bitsandbytes") is None:
+            yield NO_8BIT
         if policy.lora.rank:
             yield from raised(partial(model.adapted, policy.lora))
 
     def reference_problems(self, model: FsdpModel, reference: FsdpModel) -> Iterator[str]:
         """See `BackendDescription.reference_problems`."""
-        return iter(())
+        types = model.model_type, reference.model_type
+        return raised(partial(check_reference, types[0], model.vision, types[1], reference.vision))
 
     def adapters(self, model: FsdpModel, lora: LoraConfig) -> tuple[Sequence[str], int]:
         """See `BackendDescription.adapters`."""
@@ -183,14 +204,21 @@ class FsdpDescription(BackendDescription):
         """Returns an estimate of the usual blocks; see `BackendDescription.memory`.
 
         A rank has its share of the float32 weights, and of the gradients and Adam's moments of
-        those that are trained; one layer is whole at a time. A layer keeps, per row, about
+        those that are trained; another optimizer keeps less for matrices of layers. One layer is
+        whole at a time. A layer keeps, per row, about
         8 H + 5 F + 4 A numbers, or with recomputation H, and one layer all of them. Of logits there
         are four float32 copies.
         """
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
         _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
+        outside = (1 if model.tied else 2) * model.vocab_size * model.hidden_size
+        outside += model.num_tower_parameters
+        of_layers = 0 if adapters else max(0, model.num_parameters - outside)
+        saved = {"adamw": 0, "adamw8bit": 6, "muon": 4}[policy.optimizer.name] * of_layers
         own = 4 * (model.num_parameters + adapters) // policy.parallel.data
         trained = 4 * adapters // policy.parallel.data if adapters else own
+        if not adapters and policy.freeze_vision_tower:
+            trained -= 4 * model.num_tower_parameters // policy.parallel.data
         # New adapters are switched off for the reference, which needs no copy.
         is_bare = other_reference is None and adapters and policy.lora.path is None
         copied = 0 if is_bare else reference * trained
@@ -208,7 +236,7 @@ class FsdpDescription(BackendDescription):
         return MemoryEstimate(
             weights=own,
             gradients=trained,
-            optimizer=2 * trained,
+            optimizer=2 * trained - saved // policy.parallel.data,
             reference=copied,
             activations=kept + whole + logits,
             exchanged=0 if other_reference else copied,
@@ -217,6 +245,15 @@ class FsdpDescription(BackendDescription):
     def critic_memory(self, model: FsdpModel, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
         """See `BackendDescription.critic_memory`."""
         return self.memory(model, policy.model_copy(update={"lora": LoraConfig()}), rows=rows)
+
+
+def _whole(stored: Iterable[tuple[str, list[int]]]) -> Iterator[tuple[str, list[int]]]:
+    """Yields the shapes of weights, which may be stored in blocks of two to a byte, and scales."""
+    for name, shape in stored:
+        if name.endswith("_blocks"):
+            yield name.removesuffix("_blocks"), [*shape[:-1], 2 * shape[-1]]
+        elif not name.endswith(("_scales", "_scale_inv")):
+            yield name, shape
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from treadle.policy.backends import adapter
 from treadle.policy.backends.fsdp.weights import whole
+from treadle.policy.backends.vision.shape import NOT_ADAPTED
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -39,7 +40,12 @@ def adapt(net: Net, lora: LoraConfig, targets: Iterable[str], *, seed: int) -> N
             "policy.lora with policy.backend=fsdp needs PEFT: pip install 'treadle-policy[fsdp]'"
         ) from error
     untyped: Any = peft  # it takes any number for alpha, and says int
-    settings = untyped.LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(targets))
+    settings = untyped.LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(targets),
+        exclude_modules=NOT_ADAPTED,
+    )
     untyped.inject_adapter_in_model(settings, net.model)
     net.lora_scaling = lora.scaling
     trained = {_peft_name(name): p for name, p in net.model.named_parameters() if p.requires_grad}

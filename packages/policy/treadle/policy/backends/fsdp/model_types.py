@@ -40,7 +40,7 @@ _REASONS: Final[Mapping[str, str]] = {
         bart bigbird_pegasus blenderbot blenderbot-small marian mbart musicgen musicgen_melody
         mvp pegasus plbart prophetnet trocr whisper
     """,
-    "it reads images or sound, and only text is trained": """
+    "it reads images or sound; of models that see, qwen2_5_vl and qwen3_vl are trained": """
         dots3_note emu3 fuyu gemma3 gemma3n gemma4 gemma4_unified git got_ocr2 llama4 mllama
         moss_transcribe_diarize phi4_multimodal qwen3_5 qwen3_5_moe qwen4_exp
     """,

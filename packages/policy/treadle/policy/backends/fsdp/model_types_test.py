@@ -34,9 +34,8 @@ def test_ranks_that_share_a_model_compute_what_one_does(tmp_path: Path) -> None:
 def test_a_model_has_the_backend_that_computes_it() -> None:
     assert choose("qwen3", megatron_is_there=True) == ("megatron", "the first choice for 'qwen3'")
     assert choose("qwen3", megatron_is_there=False) == ("fsdp", "megatron-core is not installed")
-    assert (
-        choose("qwen2_5_vl", megatron_is_there=False)[0] == "megatron"
-    )  # which says what is missing
+    assert choose("qwen2_5_vl", megatron_is_there=False)[0] == "fsdp"
+    assert choose("bert", megatron_is_there=False)[0] == "megatron"  # which says what is missing
     backend, why = choose("qwen3_next", megatron_is_there=True)
     assert (backend, why) == ("fsdp", "Megatron-core does not compute model type 'qwen3_next'")
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
@@ -29,6 +29,8 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention
 from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
+from treadle.policy.backends.vision.shape import NAMING
+from treadle.policy.client.hf_files import QUANTISED_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from treadle.policy.backends.fsdp.batches import MicroBatch
+    from treadle.policy.backends.vision.rows import ImageRows
     from treadle.policy.config.policy import PolicyConfig
 
 _LENGTHS = (7, 4)
@@ -53,6 +56,7 @@ class Net(nn.Module):
     """
 
     lora_scaling = 0.0
+    _trains_tower = False
 
     def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
         """Finds out how the model can be run, by running it on a few ids.
@@ -94,7 +98,10 @@ class Net(nn.Module):
         if not self.model._supports_attention_backend or self.model._is_stateful:
             return False
         before = self.model.config._attn_implementation
-        self.model.set_attn_implementation(attention.NAME)
+        # A vision tower keeps its own: its rows are not those of sequences.
+        sees = hasattr(self.model.base_model, "visual")
+        own = {"text_config": attention.NAME} if sees else attention.NAME
+        self.model.set_attn_implementation(own)
         with attention.packed(_LENGTHS):
             can = _gives(lambda: self._whole(ids[None], _LENGTHS)[0], alone_TV)
         if not can:
@@ -121,7 +128,7 @@ class Net(nn.Module):
         ) -> tuple[Tensor, Tensor]:
             return one(self._logits(rows_TH), targets_T, masks)
 
-        hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
+        hidden_TH = self._states(micro)
         return in_chunks(
             of_hidden, hidden_TH, micro.targets_T, micro.sampling_masks, chunk=self._chunk
         )
@@ -135,6 +142,53 @@ class Net(nn.Module):
         """Returns the [B, P, H] hidden states that the output layer takes."""
         hidden: Tensor = self.model.base_model(**_inputs(ids_BP, lengths)).last_hidden_state
         return hidden
+
+    def _states(self, micro: MicroBatch) -> Tensor:
+        """Returns the [T, H] hidden states that predict the loss tokens."""
+        if micro.images is None:
+            hidden_BPH = self._hidden(micro.ids_BP, micro.lengths)
+            if self._trains_tower and torch.is_grad_enabled():  # by the images of other ranks
+                tower = self.model.base_model.visual.parameters()
+                hidden_BPH = _ReachAll.apply(hidden_BPH, *tower)
+        else:
+            hidden_BPH = self._seeing(micro, micro.images)
+        return hidden_BPH.flatten(0, 1)[micro.predictors_T]
+
+    def _seeing(self, micro: MicroBatch, images: ImageRows) -> Tensor:
+        """Returns the [1, P, H] hidden states of rows that are images where `images` says so.
+
+        The model's own forward pass takes each placeholder for an image, sampled ones too.
+        """
+        base = self.model.base_model
+        embedded_PH = base.get_input_embeddings()(micro.ids_BP)[0]
+        with torch.set_grad_enabled(self._trains_tower and torch.is_grad_enabled()):
+            found = base.get_image_features(images.patches_XD, images.grids_N3)
+        features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
+        first_KH, *more = (torch.cat(list(each))[images.index_K] for each in features)
+        filled_PH = embedded_PH.index_copy(0, images.rows_K, first_KH.to(embedded_PH.dtype))
+        extra: dict[str, Any] = {}
+        if more:
+            mask = torch.zeros_like(micro.ids_BP, dtype=torch.bool)
+            mask[0, images.rows_K] = True
+            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": more}
+        hidden: Tensor = base.language_model(
+            inputs_embeds=filled_PH[None],
+            position_ids=micro.positions_31P,
+            use_cache=False,
+            **extra,
+        ).last_hidden_state
+        return hidden
+
+    def freeze_tower(self, *, frozen: bool) -> None:
+        """Leaves the vision tower as it is, or has it trained; other models have none."""
+        if hasattr(self.model.base_model, "visual"):
+            self._trains_tower = not frozen
+            if not self.packs or not self._behind_decoder:
+                raise UnsupportedModelError(
+                    f"model type {self.model.config.model_type!r} cannot be packed, and images are "
+                    "packed only"
+                )
+            self.model.base_model.visual.requires_grad_(not frozen)
 
     def _logits(self, rows_TH: Tensor) -> Tensor:
         """Returns the [T, V] logits of hidden states."""
@@ -150,7 +204,8 @@ class Net(nn.Module):
     def layers(self) -> Iterator[nn.Module]:
         """Yields the model's layers: each is sharded, and computed again, as a whole."""
         count = self.model.config.get_text_config().num_hidden_layers
-        for module in self.model.modules():
+        decoder = getattr(self.model.base_model, "language_model", self.model)
+        for module in decoder.modules():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 yield from module
                 return
@@ -190,6 +245,9 @@ def spread(net: Net, config: PolicyConfig) -> Net:
         for layer in net.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(net, mesh=mesh, mp_policy=precision)
+    elif config.offload.names:  # memory that the file is mapped into would have to stay
+        for parameter in net.parameters():
+            parameter.data = parameter.data.clone()
     return net.to(device())
 
 
@@ -248,7 +306,7 @@ class ValueNet(Net):
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, ...]:
         """Returns the [T] values of the states before the loss tokens, float32."""
-        hidden_TH = self._hidden(micro.ids_BP, micro.lengths).flatten(0, 1)[micro.predictors_T]
+        hidden_TH = self._states(micro)
         return (hidden_TH.float() @ self.value_weight.float(),)
 
 
@@ -285,6 +343,8 @@ class _Output:
 def load(folder: Path) -> PreTrainedModel:
     """Returns the model of a Hugging Face folder, in float32, without dropout.
 
+    Weights that are quantised are read with their scales.
+
     Raises:
         UnsupportedModelError: Some of its weights are missing or of another shape.
         ValueError: A weight is infinite or NaN.
@@ -295,7 +355,11 @@ def load(folder: Path) -> PreTrainedModel:
         for name, value in list(vars(part).items()):
             if isinstance(value, float) and ("drop" in name or "jitter" in name):
                 setattr(part, name, 0.0)
-    loader: Any = AutoModelForCausalLM
+    quantised = getattr(config, QUANTISED_KEYS[0], None)
+    if quantised is not None:
+        quantised["dequantize"] = True
+    sees = config.model_type in NAMING
+    loader: Any = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     model: PreTrainedModel
     model, found = loader.from_pretrained(
         folder,
@@ -304,6 +368,8 @@ def load(folder: Path) -> PreTrainedModel:
         local_files_only=True,
         output_loading_info=True,
     )
+    if quantised is not None:
+        del model._weight_conversions  # they would quantise what is exported
     for what in ("missing_keys", "mismatched_keys"):
         if found[what]:
             raise UnsupportedModelError(

@@ -5,52 +5,63 @@ Shape suffixes: T loss tokens of a micro-batch, M loss tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
-from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.fsdp import checkpoint, weights
 from treadle.policy.backends.fsdp.attention import packed
 from treadle.policy.backends.fsdp.batches import Batch, MicroBatch
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.loss_batch import to_compute
+from treadle.policy.backends.offload import Offload, offload_of
 from treadle.policy.backends.ranks import device
-from treadle.policy.client.types import OffloadReport, OptimizerStats
-from treadle.policy.rank_time import spent_on
+from treadle.policy.backends.trained import Trained
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.fsdp.net import Net
+    from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import TrainSequence
-    from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+    from treadle.policy.config.policy import OffloadConfig, PolicyConfig
 
 
-class TrainedNet:
+class TrainedNet(Trained):
     """See the module. A class that derives from it sets the attributes."""
 
     _net: Net
     _optimizer: Optimizer
     _config: PolicyConfig
-    _settings: OptimizerConfig
-    _step = 0
-    _has_gradient = False
+    _images: ImagePacker | None = None
 
-    @property
-    def step(self) -> int:
-        """See `PolicyBackend.step`."""
-        return self._step
+    def _offload_of(
+        self, config: OffloadConfig, *, reference: Callable[[], Iterable[Tensor]] = tuple
+    ) -> Offload:
+        parameters = [shard(p) for p in self._net.parameters()]
+        return offload_of(
+            config,
+            parameters=lambda: parameters,
+            gradients=lambda: (shard(p.grad) for p in self._net.parameters() if p.grad is not None),
+            state=self._optimizer.tensors,
+            reference=reference,
+        )
+
+    def _batch(
+        self, net: Net, sequences: Sequence[TrainSequence], weights: Sequence[float]
+    ) -> Batch:
+        return Batch(sequences, weights, at=device(), packs=net.packs, images=self._images)
 
     @torch.no_grad()
     def evaluate(
         self, net: Net, sequences: Sequence[TrainSequence], *settings: float
     ) -> list[FloatArray]:
         """Returns what a model gives first of the loss tokens of a batch, [L] of each sequence."""
-        batch = Batch(sequences, [0.0] * len(sequences), at=device(), packs=net.packs)
+        batch = self._batch(net, sequences, [0.0] * len(sequences))
         values_M = torch.zeros(batch.num_loss_tokens, device=device())
         computed = to_compute(sequences)
         for micro in self.micro_batches(batch, computed):
@@ -58,6 +69,8 @@ class TrainedNet:
                 values_T, *_ = net(micro, *settings)
             if not micro.is_blank:
                 values_M[micro.slots_T] = values_T
+        if isinstance(net, FSDPModule):
+            net.reshard()  # else its outer part stays whole, and a change of it is not seen
         dist.all_reduce(values_M)
         return batch.unpack(values_M.cpu().numpy())
 
@@ -65,6 +78,7 @@ class TrainedNet:
         self, batch: Batch, computed: Sequence[int], loss: Callable[..., Tensor], *settings: float
     ) -> int:
         """Adds the gradient of a loss of what the model gives; returns how many micro-batches."""
+        self._offload.restore("parameters", "gradients")
         self._has_gradient = True
         count = 0
         for micro in self.micro_batches(batch, computed):
@@ -85,24 +99,15 @@ class TrainedNet:
         )
         most = torch.tensor(len(parts), device=device())
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        for part in parts:
+        for number, part in enumerate(parts):
+            batch.prefetch([index for later in parts[number + 1 : number + 2] for index in later])
             yield batch.micro_batch(part)
         for _ in range(int(most) - len(parts)):
             yield batch.blank()
 
-    def optimizer_step(self) -> OptimizerStats:
-        """See `PolicyBackend.optimizer_step`."""
-        if not self._has_gradient:
-            raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
-        self._has_gradient = False
-        rate = self._settings.learning_rate(self._step)
-        with spent_on("optimizer"):
-            norm, skipped = self._optimizer.apply(rate)
-        self._step += 1
-        return OptimizerStats(step=self._step, grad_norm=norm, skipped=skipped, learning_rate=rate)
-
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
+        self._offload.restore("parameters")
         parts = [torch.isfinite(shard(p)).all() for p in self._net.parameters()]
         finite = torch.stack(parts).all().to(torch.int32)
         dist.all_reduce(finite, dist.ReduceOp.MIN)
@@ -112,33 +117,25 @@ class TrainedNet:
         """See `PolicyBackend.save`."""
         checkpoint.save(self._tensors(), self._identity(), directory, step=self._step)
 
-    def load(self, directory: Path) -> None:
-        """See `PolicyBackend.load`."""
+    def _read(self, directory: Path) -> int:
         self._optimizer.zero_grad()
-        self._has_gradient = False
         with torch.no_grad():
-            self._step = checkpoint.load(self._tensors(), self._identity(), directory)
-        if not self.weights_are_finite():
-            raise CheckpointError(f"the weights in {directory} are not finite")
+            return checkpoint.load(self._tensors(), self._identity(), directory)
 
     def _tensors(self) -> Mapping[str, Tensor]:
         """Returns what a checkpoint has, where it is: with adapters, only these."""
+        self._offload.restore("parameters", "optimizer")
         kept = {name: tensor.detach() for name, tensor in self._kept().items()}
         return kept | dict(self._optimizer.state())
 
     def _identity(self) -> dict[str, Any]:
         """Returns what a checkpoint is valid for; collective."""
-        return {name: list(tensor.shape) for name, tensor in self._kept().items()}
+        name = self._settings.name
+        settings = {"policy.optimizer.name": None if name == "adamw" else name}
+        return settings | {name: list(tensor.shape) for name, tensor in self._kept().items()}
 
     def _kept(self) -> Mapping[str, Tensor]:
         tensors = weights.trained_and_kept(self._net)
         if not self._net.lora_scaling:
             return tensors
         return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-
-    def release_memory(self) -> None:
-        """See `PolicyBackend.release_memory`; nothing is moved."""
-
-    def take_offload_report(self) -> OffloadReport:
-        """See `PolicyBackend.take_offload_report`."""
-        return OffloadReport(release_s=0.0, restore_s=0.0, freed_bytes=0, host_bytes=0)

@@ -23,7 +23,7 @@ from treadle.policy.backends.description import (
     refuse_quantised,
 )
 from treadle.policy.backends.megatron.experts.shape import ExpertShape
-from treadle.policy.backends.megatron.vision.shape import VisionShape
+from treadle.policy.backends.vision.shape import VisionShape, check_reference
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -343,13 +343,7 @@ class Architecture(ModelShape):
 
     def check_reference(self, reference: Architecture) -> None:
         """Raises `UnsupportedModelError` if a model cannot score what this one has seen."""
-        ours, theirs = self.vision, reference.vision
-        if ours is not None and (theirs is None or theirs.reads != ours.reads):
-            what = "sees no images" if theirs is None else "cuts images into other patches"
-            raise UnsupportedModelError(
-                f"algorithm.reference_path: {reference.model_type} {what}, and the policy, "
-                f"{self.model_type}, is trained on images: choose a reference of its family"
-            )
+        check_reference(self.model_type, self.vision, reference.model_type, reference.vision)
 
     @property
     def _not_plain(self) -> str:

@@ -15,7 +15,7 @@ from treadle.policy.backend import Rendezvous
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, REFUSED, Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.policy import LoraConfig, OptimizerConfig, ParallelConfig, PolicyConfig
 from treadle.policy.testing.model_contract import assert_same_logprobs

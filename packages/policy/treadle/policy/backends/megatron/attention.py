@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.experts.routing import Routing
-from treadle.policy.backends.megatron.vision.rows import ImageRows
+from treadle.policy.backends.vision.rows import ImageRows
 
 device.install()
 

@@ -37,14 +37,14 @@ from treadle.policy.backends.megatron.logprobs import logprobs_and_entropy
 from treadle.policy.backends.megatron.lora import adapter
 from treadle.policy.backends.megatron.lora.linears import switched_off
 from treadle.policy.backends.megatron.model import PolicyModel, build
-from treadle.policy.backends.megatron.offload import copied, offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
 from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
-from treadle.policy.backends.megatron.vision.reader import ImageReader
-from treadle.policy.backends.megatron.vision.rows import ImagePacker
+from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import save_folder, sum_over_ranks
+from treadle.policy.backends.vision.reader import ImageReader
+from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
     LossAggregation,
@@ -115,9 +115,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         self._reference: PolicyModel | list[Tensor] | None = None
         if keep_reference and reference_path is None and not self._begins_bare:
             self._reference = [self._copied(p) for p in self._trained()]
-        self._offload = offload_of(
-            config.offload, self._net, self._optimizer, reference=self._other_reference
-        )
+        self._offload = self._offload_of(config.offload, reference=self._other_reference)
         if keep_reference and reference_path is not None:
             self.release_memory()  # the reference may need it
             self._reference = self._load_reference(reference_path)

@@ -1,7 +1,7 @@
 """The Megatron backend keeps the policy contract; and what is its own."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -14,10 +14,10 @@ from treadle.policy.backend import CheckpointError, LossInputs, LossOutput, Poli
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.client.types import StepStats
 from treadle.policy.config.choices import BackendName
-from treadle.policy.config.policy import ParallelConfig, PolicyConfig
+from treadle.policy.config.policy import OffloadConfig, ParallelConfig, PolicyConfig
 from treadle.policy.testing.contract_base import (
     LINEAR,
     OpenPolicy,
@@ -27,7 +27,7 @@ from treadle.policy.testing.contract_base import (
 )
 from treadle.policy.testing.layout_contract import Rounds, case
 from treadle.policy.testing.policy_contract import PolicyContract
-from treadle.policy.testing.tiny import sequences
+from treadle.policy.testing.tiny import sequences, write_model
 
 YARN: Final = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3: Final = {
@@ -97,6 +97,7 @@ class TestMegatronPolicy(PolicyContract):
         ({"data": 2}, {"tensor": 2, "sequence": True}),
         ({"context": 2},),
     )
+    offload_layouts: ClassVar[Sequence[Mapping[str, Any]]] = ({"tensor": 2}, {"data": 2})
     rounds: ClassVar[Rounds] = ROUNDS
     writers: ClassVar[Mapping[str, tuple[Mapping[str, Any], int]]] = {
         "tensor x data": ({"tensor": 2, "data": 2}, 0),
@@ -111,6 +112,12 @@ class TestMegatronPolicy(PolicyContract):
     def value_head(self, critic: Any) -> torch.Tensor:
         head: torch.Tensor = critic._model.value_weight
         return head
+
+    @classmethod
+    def held(cls, model: Any) -> Iterable[Any]:
+        buffers = [*model._net.buffers, *model._net.expert_parallel_buffers]
+        flat = [t for b in buffers for t in (b.grad_data, b.param_data) if t is not None]
+        return [*super().held(model), *flat]
 
     def check_model(self, policy: PolicyBackend, reference: Any) -> None:
         assert isinstance(policy, MegatronPolicy)
@@ -196,3 +203,33 @@ class KeptActivations(ClippedSurrogate):
     def __call__(self, inputs: LossInputs) -> LossOutput:
         self.num_bytes.append(sum(t.untyped_storage().nbytes() for t in self.kept.values()))
         return super().__call__(inputs)
+
+
+def resident() -> int:
+    """Returns the bytes of this process that are in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Iterator[Any]:
+    write_model(tmp_path, hidden_size=256, vocab_size=100_000, num_hidden_layers=1)
+    settings = PolicyConfig(micro_batch_tokens=100, offload=OffloadConfig(parameters=True))
+    policy = MegatronPolicy(settings, tmp_path)
+    yield policy
+    policy.close()
+
+
+def test_memory_really_leaves_the_process(large: Any) -> None:
+    """Where the device is the host, gradients leave it and weights change their place."""
+    short = sequences((12,))
+    large.train_step(short, ClippedSurrogate())
+    num_bytes = sum(p.nbytes for p in large._model.parameters())
+    assert num_bytes > 100e6
+    before = resident()
+    large.release_memory()
+    away = resident()
+    assert large.take_offload_report().freed_bytes == 2 * num_bytes
+    assert before - away == pytest.approx(num_bytes, rel=0.05)
+    large.logprobs(short)
+    assert resident() - away < 0.05 * num_bytes

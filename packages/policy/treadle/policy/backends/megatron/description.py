@@ -19,7 +19,7 @@ from treadle.policy.backends.megatron import VERSION, VERSIONS
 from treadle.policy.backends.megatron.architecture import MODEL_TYPES, Architecture
 from treadle.policy.backends.megatron.experts.check import split_problems, training_problems
 from treadle.policy.backends.megatron.memory import estimate_memory
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.config.policy import LoraConfig
 
 if TYPE_CHECKING:

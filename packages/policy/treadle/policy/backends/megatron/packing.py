@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from treadle.policy.backends.megatron.architecture import Architecture
-    from treadle.policy.backends.megatron.vision.rows import ImagePacker
+    from treadle.policy.backends.vision.rows import ImagePacker
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from treadle.policy.backends.megatron.architecture import Architecture
     from treadle.policy.backends.megatron.parallel import World
-    from treadle.policy.backends.megatron.vision.rows import ImagePacker
+    from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import TrainSequence
     from treadle.policy.config.policy import PolicyConfig
 

@@ -1,13 +1,9 @@
-"""A model with its gradient and its optimizer: what the policy and its critic have in common.
-
-Between calls it holds parameters, optimizer state and, after `accumulate`, a gradient. What
-`policy.offload` takes off the device is restored by the call that needs it, and leaves at
-`release_memory`.
-"""
+"""A model with its gradient and its optimizer: what the policy and its critic have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,48 +11,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from treadle.policy.backend import CheckpointError
 from treadle.policy.backends.megatron import checkpoint, device, pipeline, weights
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
-from treadle.policy.client.types import OptimizerStats
-from treadle.policy.rank_time import spent_on
+from treadle.policy.backends.offload import Offload, offload_of
+from treadle.policy.backends.trained import Trained
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.megatron.model import PolicyModel
-    from treadle.policy.backends.megatron.offload import Offload
     from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
     from treadle.policy.backends.megatron.parallel import World
-    from treadle.policy.client.types import OffloadReport
-    from treadle.policy.config.policy import OptimizerConfig
+    from treadle.policy.config.policy import OffloadConfig
 
 
-class TrainedModel:
+class TrainedModel(Trained):
     """See the module. A class that derives from it sets the attributes."""
 
     world: World
     _model: PolicyModel
     _net: DistributedDataParallel
     _optimizer: PolicyOptimizer
-    _offload: Offload
-    _settings: OptimizerConfig
-    _step = 0
-    _has_gradient = False
 
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken, skipped ones included."""
-        return self._step
-
-    def release_memory(self) -> None:
-        """Takes off the device what `policy.offload` says, until a method needs it."""
-        self._offload.release_all(keep_gradients=self._has_gradient)
-
-    def take_offload_report(self) -> OffloadReport:
-        """Returns what `policy.offload` has moved since the last report."""
-        return self._offload.take_report()
+    def _offload_of(
+        self, config: OffloadConfig, *, reference: Callable[[], Iterable[Tensor]] = tuple
+    ) -> Offload:
+        buffers = [*self._net.buffers, *self._net.expert_parallel_buffers]
+        of_buffers = [b.param_data for b in buffers if b.param_data is not None]
+        return offload_of(
+            config,
+            parameters=lambda: chain(self._net.parameters(), of_buffers),
+            gradients=lambda: (buffer.grad_data for buffer in buffers),
+            state=self._optimizer.tensors,
+            reference=reference,
+        )
 
     def evaluate(
         self,
@@ -94,25 +83,11 @@ class TrainedModel:
             self._has_gradient = True
         pipeline.run(self._net, micro_batches, loss, forward_only=False)
 
-    def optimizer_step(self) -> OptimizerStats:
-        """See `PolicyBackend.optimizer_step`."""
-        if not self._has_gradient:
-            raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
-        self._has_gradient = False
-        self._offload.restore("parameters", "gradients")
+    def _reduce_gradients(self) -> None:
         pipeline.reduce_gradients(self._net)
-        lr = self._settings.learning_rate(self._step)
-        self._offload.restore("optimizer")
-        with spent_on("optimizer"):
-            norm, applied = self._optimizer.apply(lr)
-        self._offload.release("optimizer")
-        self._step += 1
-        return OptimizerStats(
-            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=lr
-        )
 
     def weights_are_finite(self) -> bool:
-        """Returns whether no weight is infinite or NaN; the same on every rank."""
+        """See `PolicyBackend.weights_are_finite`."""
         self._offload.restore("parameters")
         return weights.are_finite(self._model)
 
@@ -120,12 +95,8 @@ class TrainedModel:
         """See `PolicyBackend.save`."""
         checkpoint.save(self._state(), directory, step=self._step, world=self.world)
 
-    def load(self, directory: Path) -> None:
-        """See `PolicyBackend.load`."""
-        self._has_gradient = False
-        self._step = checkpoint.load(self._state(), directory)
-        if not self.weights_are_finite():
-            raise CheckpointError(f"the weights in {directory} are not finite")
+    def _read(self, directory: Path) -> int:
+        return checkpoint.load(self._state(), directory)
 
     def _state(self) -> checkpoint.PolicyState:
         """Returns what a checkpoint has of it, on the device."""

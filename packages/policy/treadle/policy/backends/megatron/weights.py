@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backends.megatron.lora.linears import adapters_of, is_adapter
-from treadle.policy.backends.megatron.vision.shape import NAMING
+from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.client.types import NamedTensor, TensorSpec
 
 if TYPE_CHECKING:

@@ -70,6 +70,7 @@ _ELEMENT_TYPES = {dtype: element_type for element_type, dtype in TORCH_DTYPES.it
 
 # Untyped in transformers.
 _TEXT_MODEL: Any = AutoModelForCausalLM
+_DEQUANTISED = ("fp8", "mxfp4")  # by transformers, with their scales
 _VISION_MODEL: Any = AutoModelForImageTextToText
 
 AttentionInterface.register(IMPLEMENTATION, cached_attention)
@@ -113,8 +114,11 @@ class CachedModel:
         config: Any = AutoConfig.from_pretrained(source.path, local_files_only=True)
         text_config = config.get_text_config()
         _check_supported(config.model_type, text_config)
-        if hasattr(config, "quantization_config"):
-            raise ValueError(_quantised(source.path, "config.json has quantization_config"))
+        quantised = getattr(config, "quantization_config", {})
+        if quantised and quantised.get("quant_method") not in _DEQUANTISED:
+            method = quantised.get("quant_method")
+            raise ValueError(_quantised(source.path, f"quantization_config is {method}"))
+        quantised["dequantize"] = True
         takes_images = config.model_type in _VISION_TYPES
         self._model, report = (_VISION_MODEL if takes_images else _TEXT_MODEL).from_pretrained(
             source.path,
@@ -125,6 +129,8 @@ class CachedModel:
             use_safetensors=True,
             output_loading_info=True,
         )
+        if quantised.get("quant_method"):
+            del self._model._weight_conversions  # names are those of whole weights
         if report["missing_keys"]:  # transformers initialises these at random.
             raise ValueError(
                 f"{source.path} lacks {len(report['missing_keys'])} weights of the model, "

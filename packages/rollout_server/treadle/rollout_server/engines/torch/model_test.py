@@ -32,7 +32,7 @@ def load(path: Path, dtype: ElementType = ElementType.FLOAT32) -> CachedModel:
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
             "rotary embedding 'dynamic'",
         ),
-        ("llama", {"quantization_config": {"quant_method": "fp8"}}, "quantised .* vllm or sglang"),
+        ("llama", {"quantization_config": {"quant_method": "awq"}}, "quantised .* vllm or sglang"),
     ],
 )
 def test_models_of_another_kind_are_refused(
@@ -49,6 +49,24 @@ def test_models_of_another_kind_are_refused(
     (path / "config.json").write_text(json.dumps(config | changes))
     with pytest.raises(ValueError, match=message):
         load(path)
+
+
+def test_weights_in_fp8_are_read_with_their_scales(model_dir: ModelDir, tmp_path: Path) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(model_dir("llama"), path)
+    stored, means = load_file(path / "model.safetensors"), {}
+    for name in [name for name in stored if "_proj.weight" in name]:
+        codes = stored[name].to(torch.float8_e4m3fn)
+        stored |= {name: codes, f"{name}_scale_inv": torch.full((1, 1), 2.0)}
+        means[name] = codes.float() * 2.0
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (path / "config.json").write_text(json.dumps(config | {"quantization_config": method}))
+    held = load(path)._parameters
+    assert means
+    for name, weight in means.items():
+        assert torch.equal(held[name], weight), name
 
 
 def test_scales_that_the_config_does_not_name_are_refused(

@@ -25,7 +25,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("*.turbo_config.*", _MEGATRON),
     ("*.veomni.*", _MEGATRON),
     ("*.torchtitan.*", _MEGATRON),
-    ("*.optim.muon_*", "the optimizer is AdamW: see policy.optimizer"),
+    ("*.optim.muon_*", "policy.optimizer.name=muon takes policy.optimizer.momentum only"),
     ("*.mtp.*", "no head for multi-token prediction is trained"),
     ("*.rollout.mtp", f"speculation is the engine's: {_ENGINE_ARGS}"),
     # Actor.
@@ -40,7 +40,7 @@ REASONS: Sequence[tuple[str, str]] = (
         "a checkpoint has model, optimizer and random states, is written before the next step, "
         "and is read whole",
     ),
-    ("actor_rollout_ref.actor.optim.*", "the optimizer is AdamW: see policy.optimizer"),
+    ("actor_rollout_ref.actor.optim.*", "policy.optimizer.name chooses it: see policy.optimizer"),
     ("actor_rollout_ref.actor.pad_to_length*", "sequences are packed, never padded"),
     ("actor_rollout_ref.*.pad_to_length*", "sequences are packed, never padded"),
     ("actor_rollout_ref.*.pad_bshd_to_minibatch_max", "sequences are packed, never padded"),
@@ -138,7 +138,7 @@ REASONS: Sequence[tuple[str, str]] = (
     ("data.*", "see data"),
     # Critic.
     ("critic.enable", "there is a critic with algorithm.advantage=gae, and only with it"),
-    ("critic.optim.*", "the optimizer is AdamW: see critic.optimizer"),
+    ("critic.optim.*", "critic.optimizer.name chooses it: see critic.optimizer"),
     ("critic.loss_*", "it is reduced as the policy's loss: set algorithm.loss_aggregation"),
     ("critic.ppo_mini_batch_size", "its mini-batches are the policy's: algorithm.mini_batches"),
     ("critic.model.*", "the critic begins with the policy's start weights, and trains all of them"),

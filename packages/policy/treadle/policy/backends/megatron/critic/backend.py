@@ -25,7 +25,6 @@ from treadle.policy.backends.loss_batch import ValueLoss, to_compute
 from treadle.policy.backends.megatron import checkpoint, pipeline, weights
 from treadle.policy.backends.megatron.critic.model import CriticModel
 from treadle.policy.backends.megatron.model import build
-from treadle.policy.backends.megatron.offload import offload_of
 from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.client.batch import token_weights
@@ -81,7 +80,7 @@ class MegatronCritic(TrainedModel, CriticBackend):
         self._model = model
         self._net = pipeline.wrap(model, distributed_optimizer=world.copies > 1)
         self._optimizer = PolicyOptimizer(self._net, settings)
-        self._offload = offload_of(like.offload, self._net, self._optimizer)
+        self._offload = self._offload_of(like.offload)
         self.release_memory()
 
     @torch.no_grad()

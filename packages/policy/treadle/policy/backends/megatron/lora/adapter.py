@@ -61,10 +61,9 @@ def collect(
     )
     tensors = {item.name: item.tensor.detach().cpu().contiguous() for item in everything}
     adapted = architecture.adapted(config.lora.targets)
-    settings = adapter.peft_settings(config.lora, adapted, base=str(base))
-    if architecture.vision is not None:
-        # PEFT finds matrices by the ends of their names, which those of the tower share.
-        settings["exclude_modules"] = r".*\bvisual\b.*"
+    settings = adapter.peft_settings(
+        config.lora, adapted, base=str(base), sees=architecture.vision is not None
+    )
     return adapter.CollectedAdapter(tensors=tensors, settings=settings)
 
 

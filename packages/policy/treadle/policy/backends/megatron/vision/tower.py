@@ -26,8 +26,8 @@ device.install()
 from megatron.core.transformer.transformer_layer import TransformerLayer  # noqa: E402
 
 if TYPE_CHECKING:
-    from treadle.policy.backends.megatron.vision.rows import ImageRows
-    from treadle.policy.backends.megatron.vision.shape import VisionShape
+    from treadle.policy.backends.vision.rows import ImageRows
+    from treadle.policy.backends.vision.shape import VisionShape
 
 
 class _HandBack(torch.autograd.Function):

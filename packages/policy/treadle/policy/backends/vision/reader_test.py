@@ -13,8 +13,8 @@ import transformers
 
 from treadle.agent_loop import Image, PlacedImage, SetupError
 from treadle.policy.backends.megatron.architecture import Architecture
-from treadle.policy.backends.megatron.vision.reader import ImageReader
-from treadle.policy.backends.megatron.vision.shape import VisionShape
+from treadle.policy.backends.vision.reader import ImageReader
+from treadle.policy.backends.vision.shape import VisionShape
 from treadle.policy.testing.seeing import picture, write_seeing_model
 
 

@@ -1,16 +1,16 @@
 """Offload: parts of a model are in host memory while nothing is computed with them.
 
 Invariant: a part that is away has no memory on the device. It comes back bit for bit, into the same
-storages: Megatron's parameters and the optimizer's shards are views of flat buffers, and all views
-stay valid. A storage belongs to one part only. A computation first restores what it needs; to
+storages: parameters and the optimizer's shards may be views of flat buffers, and all views stay
+valid. A storage belongs to one part only. A computation first restores what it needs; to
 read a tensor of a part that is away is undefined.
 
     part          of it                                           kept
     parameters    all weights, frozen ones too                    yes
-    gradients     Megatron's buffers; they leave with the         between `forward_backward`
+    gradients     of all that is trained; they leave with the     between `forward_backward`
                   parameters                                      and `optimizer_step` only
-    optimizer     Adam's moments, and the float32 weights of      yes
-                  a bfloat16 model
+    optimizer     its state, and float32 weights that are not     yes
+                  the parameters
     reference     another model for the KL penalties              yes
 
 Without CUDA the device is the host: everything is done all the same, and only gradients are saved.
@@ -30,9 +30,6 @@ from treadle.policy.client.types import OffloadReport
 from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
-    from megatron.core.distributed import DistributedDataParallel
-
-    from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
     from treadle.policy.config.policy import OffloadConfig
 
 OffloadPart: TypeAlias = Literal["parameters", "gradients", "optimizer", "reference"]
@@ -113,30 +110,29 @@ class Offload:
 
 def offload_of(
     config: OffloadConfig,
-    net: DistributedDataParallel,
-    optimizer: PolicyOptimizer,
     *,
+    parameters: Callable[[], Iterable[Tensor]],
+    gradients: Callable[[], Iterable[Tensor]],
+    state: Callable[[], Iterable[Tensor]],
     reference: Callable[[], Iterable[Tensor]] = tuple,
 ) -> Offload:
-    """Returns the offload of a model."""
-    buffers = [*net.buffers, *net.expert_parallel_buffers]
+    """Returns the offload of a model.
 
-    def parameters() -> Iterator[Tensor]:
-        yield from net.parameters()
-        yield from (buffer.param_data for buffer in buffers if buffer.param_data is not None)
+    Args:
+        state: The optimizer's; views of parameters are left out.
+    """
 
-    def state() -> Iterator[Tensor]:
+    def own_state() -> Iterator[Tensor]:
         of_parameters = {storage._cdata for storage in _storages(parameters())}
-        for tensor in optimizer.tensors():
+        for tensor in state():
             if tensor.untyped_storage()._cdata not in of_parameters:
                 yield tensor
 
     parts: dict[OffloadPart, Callable[[], Iterable[Tensor]]] = {}
     if config.parameters:
-        parts["parameters"] = parameters
-        parts["gradients"] = lambda: (buffer.grad_data for buffer in buffers)
+        parts |= {"parameters": parameters, "gradients": gradients}
     if config.optimizer:
-        parts["optimizer"] = state
+        parts["optimizer"] = own_state
     if config.reference:
         parts["reference"] = reference
     return Offload(parts)

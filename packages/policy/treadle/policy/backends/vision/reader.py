@@ -26,8 +26,8 @@ from treadle.agent_loop import SetupError
 
 if TYPE_CHECKING:
     from treadle.agent_loop import Image, PlacedImage
-    from treadle.policy.backends.megatron.vision.positions import Grid
-    from treadle.policy.backends.megatron.vision.shape import VisionShape
+    from treadle.policy.backends.vision.positions import Grid
+    from treadle.policy.backends.vision.shape import VisionShape
 
 _FORMATS: Final = {"image/png": "PNG", "image/jpeg": "JPEG", "image/webp": "WEBP"}
 _ORIENTATION: Final = 0x0112  # EXIF

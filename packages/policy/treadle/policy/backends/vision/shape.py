@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+from treadle.policy.backends.description import UnsupportedModelError
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -36,6 +38,8 @@ NAMING: Final[Mapping[str, Naming]] = MappingProxyType(
 )
 """The model types that see, each with the names in its files."""
 
+NOT_ADAPTED: Final = r".*\bvisual\b.*"
+"""PEFT's pattern of the tower's modules."""
 _NOT_OF_THE_TOWER: Final = ("transformers_version", "architectures", "dtype", "model_type")
 
 
@@ -104,6 +108,22 @@ class VisionShape:
         for axis, size in ((1, height), (2, width)):
             axes[axis : 3 * size : 3] = [axis] * len(axes[axis : 3 * size : 3])
         return tuple(axes)
+
+
+def check_reference(
+    policy: str, sees: VisionShape | None, reference: str, other: VisionShape | None
+) -> None:
+    """Raises `UnsupportedModelError` if a reference cannot score what the policy has seen.
+
+    Args:
+        policy: Its model type, as `reference` is the other's.
+    """
+    if sees is not None and (other is None or other.reads != sees.reads):
+        what = "sees no images" if other is None else "cuts images into other patches"
+        raise UnsupportedModelError(
+            f"algorithm.reference_path: {reference} {what}, and the policy, {policy}, is trained "
+            "on images: choose a reference of its family"
+        )
 
 
 def _num_parameters(tower: Any) -> int:

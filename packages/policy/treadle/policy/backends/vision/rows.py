@@ -21,13 +21,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from treadle.policy.backends.megatron.vision.positions import positions_of
+from treadle.policy.backends.vision.positions import positions_of
 from treadle.policy.client.batch import input_length
 
 if TYPE_CHECKING:
     from treadle.agent_loop import Image, PlacedImage
-    from treadle.policy.backends.megatron.vision.reader import ImageReader
-    from treadle.policy.backends.megatron.vision.shape import VisionShape
+    from treadle.policy.backends.vision.reader import ImageReader
+    from treadle.policy.backends.vision.shape import VisionShape
     from treadle.policy.client.types import TrainSequence
 
 
