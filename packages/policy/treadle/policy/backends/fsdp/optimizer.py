@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from treadle.policy.config.policy import OptimizerConfig
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -30,15 +30,14 @@ class Optimizer:
     def __init__(self, net: nn.Module, settings: OptimizerConfig) -> None:
         """Makes the state, which torch would make in the first step: a checkpoint may be before."""
         self._parameters = {n: p for n, p in net.named_parameters() if p.requires_grad}
-        self._max_norm = settings.grad_clip
         # Of DTensors each operation would be dispatched anew; their shards are plain tensors.
         self.shards = {name: shard(p) for name, p in self._parameters.items()}
         matrices = [self.shards[name] for name, p in self._parameters.items() if p.dim() > 1]
         others = [self.shards[name] for name, p in self._parameters.items() if p.dim() < 2]
         self._adam = torch.optim.AdamW(
             [
-                {"params": part, "weight_decay": decay}
-                for part, decay in ((matrices, settings.weight_decay), (others, 0.0))
+                {"params": part, "decayed": decayed}
+                for part, decayed in ((matrices, True), (others, False))
                 if part
             ],
             lr=settings.lr,
@@ -52,13 +51,19 @@ class Optimizer:
             for name in MOMENTS:
                 state[name] = torch.zeros_like(own)
 
+    def reset(self) -> None:
+        """Begins again with the state."""
+        for own in self.shards.values():
+            for value in self._adam.state[own].values():
+                value.zero_()
+
     def zero_grad(self) -> None:
         """Forgets the gradient."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def apply(self, lr: float) -> tuple[float, bool]:
+    def apply(self, settings: AdamSettings) -> tuple[float, bool]:
         """Clips the gradient, updates the parameters with it, and forgets it; collective.
 
         Returns:
@@ -78,10 +83,12 @@ class Optimizer:
         norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
         skipped = not math.isfinite(norm)
         if not skipped:
-            if norm > self._max_norm:
-                torch._foreach_mul_(gradients, self._max_norm / (norm + 1e-6))
+            if norm > settings.grad_clip:
+                torch._foreach_mul_(gradients, settings.grad_clip / (norm + 1e-6))
             for group in self._adam.param_groups:
-                group["lr"] = lr
+                group["lr"], group["eps"] = settings.lr, settings.eps
+                group["betas"] = settings.beta1, settings.beta2
+                group["weight_decay"] = settings.weight_decay if group["decayed"] else 0.0
             self._adam.step()
         self.zero_grad()
         for own in self.shards.values():

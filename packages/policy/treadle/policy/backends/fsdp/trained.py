@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
     from treadle.policy.backends.fsdp.net import Net
     from treadle.policy.client.types import TrainSequence
-    from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig, PolicyConfig
 
 
 class TrainedNet:
@@ -90,16 +90,18 @@ class TrainedNet:
         for _ in range(int(most) - len(parts)):
             yield batch.blank()
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if not self._has_gradient:
             raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
         self._has_gradient = False
-        rate = self._settings.learning_rate(self._step)
+        settings = settings or self._settings.at_step(self._step)
         with spent_on("optimizer"):
-            norm, skipped = self._optimizer.apply(rate)
+            norm, skipped = self._optimizer.apply(settings)
         self._step += 1
-        return OptimizerStats(step=self._step, grad_norm=norm, skipped=skipped, learning_rate=rate)
+        return OptimizerStats(
+            step=self._step, grad_norm=norm, skipped=skipped, learning_rate=settings.lr
+        )
 
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
@@ -112,12 +114,15 @@ class TrainedNet:
         """See `PolicyBackend.save`."""
         checkpoint.save(self._tensors(), self._identity(), directory, step=self._step)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `PolicyBackend.load`."""
         self._optimizer.zero_grad()
         self._has_gradient = False
         with torch.no_grad():
             self._step = checkpoint.load(self._tensors(), self._identity(), directory)
+        if weights_only:
+            self._optimizer.reset()
+            self._step = 0
         if not self.weights_are_finite():
             raise CheckpointError(f"the weights in {directory} are not finite")
 

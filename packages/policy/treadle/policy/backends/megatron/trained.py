@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
     from treadle.policy.backends.megatron.parallel import World
     from treadle.policy.client.types import OffloadReport
-    from treadle.policy.config.policy import OptimizerConfig
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig
 
 
 class TrainedModel:
@@ -94,21 +94,21 @@ class TrainedModel:
             self._has_gradient = True
         pipeline.run(self._net, micro_batches, loss, forward_only=False)
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if not self._has_gradient:
             raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
         self._has_gradient = False
         self._offload.restore("parameters", "gradients")
         pipeline.reduce_gradients(self._net)
-        lr = self._settings.learning_rate(self._step)
+        settings = settings or self._settings.at_step(self._step)
         self._offload.restore("optimizer")
         with spent_on("optimizer"):
-            norm, applied = self._optimizer.apply(lr)
+            norm, applied = self._optimizer.apply(settings)
         self._offload.release("optimizer")
         self._step += 1
         return OptimizerStats(
-            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=lr
+            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=settings.lr
         )
 
     def weights_are_finite(self) -> bool:
@@ -120,10 +120,13 @@ class TrainedModel:
         """See `PolicyBackend.save`."""
         checkpoint.save(self._state(), directory, step=self._step, world=self.world)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `PolicyBackend.load`."""
         self._has_gradient = False
         self._step = checkpoint.load(self._state(), directory)
+        if weights_only:
+            self._optimizer.reset()
+            self._step = 0
         if not self.weights_are_finite():
             raise CheckpointError(f"the weights in {directory} are not finite")
 
