@@ -1,13 +1,10 @@
-"""`treadle serve` as a process: requests in order and once, weights in turn, killed and started again.
+"""`treadle serve` as a process: requests in order and once, weights in turn, a kill and a new start.
 
 The client is a few lines over HTTP; `tests/installs/tinker_test.py` asks the same service with the
 official one.
 """
 
 import json
-import os
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,42 +14,24 @@ from typing import Any
 import numpy as np
 import pytest
 
+from e2e.served import KEY, ServeProcess
 from treadle.serve.wire import MESSAGES
-from treadle.trainer.launch.process import child_python_path
 
 TOKENS = (5, 6, 7, 8, 9, 10)
 ADAM = {"learning_rate": 1e-2}
-SETTINGS = (
-    *("policy.backend=fake", "rollout.name=fake", "rollout.threads=1", "launch.policy_threads=1"),
-)
 
 
-class Service:
+class Service(ServeProcess):
     """The process, and its client."""
 
     def __init__(self, directory: Path) -> None:
-        self._log = (directory.parent / "serve.log").open("ab")
-        arguments = ("demo:calculator", "--address", "127.0.0.1:0", "--dir", directory)
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "treadle.serve", *arguments, *SETTINGS],
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": child_python_path(), "TINKER_API_KEY": "tml-key"},
-        )
-        assert self.process.stdout is not None
-        lines = []
-        for line in self.process.stdout:
-            lines.append(line)
-            if "TINKER_API_KEY" in line:
-                break
-        self._base = "".join(lines).partition("TINKER_BASE_URL=")[2].split()[0] + "/api/v1"
+        super().__init__(directory, "policy.backend=fake", "rollout.name=fake")
 
-    def call(self, path: str, body: Mapping[str, Any] | bytes | None, key: str = "tml-key") -> Any:
+    def call(self, path: str, body: Mapping[str, Any] | bytes | None, key: str = KEY) -> Any:
         """Returns the answer in JSON, or its bytes."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         kind = "application/x-protobuf" if isinstance(body, bytes) else "application/json"
-        request = urllib.request.Request(self._base + path, data=data)
+        request = urllib.request.Request(f"{self.base_url}/api/v1{path}", data=data)
         request.add_header("X-API-Key", key)
         request.add_header("Content-Type", kind)
         with urllib.request.urlopen(request, timeout=60) as response:
