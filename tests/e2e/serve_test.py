@@ -1,4 +1,4 @@
-"""`treadle serve` as a process: requests in order and once, weights in turn, a kill and a new start.
+"""`treadle serve` as a process: requests in order and once, weights in turn, a kill and a start.
 
 The client is a few lines over HTTP; `tests/installs/tinker_test.py` asks the same service with the
 official one.

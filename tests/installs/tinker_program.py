@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import math
 import re
+import sys
 from pathlib import Path
 
 import tinker
@@ -18,9 +19,19 @@ MODEL = "demo:calculator"
 ADAM = types.AdamParams(learning_rate=1e-3)
 
 
+def say(text):
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
 def datum(**inputs):
     tensors = {"target_tokens": TOKENS[1:], **inputs}
     return types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=tensors)
+
+
+def made(client):
+    """Returns a client; the SDK 0.38 gives a future of it."""
+    return client.result() if hasattr(client, "result") else client
 
 
 def refusal(make):
@@ -38,13 +49,14 @@ def close(one, other, tolerance=1e-4):
 
 service = tinker.ServiceClient(user_metadata={"from": "test"})
 rest = service.create_rest_client()
-training = service.create_lora_training_client(MODEL, rank=4, seed=3, user_metadata={"a": "b"})
-training = training.result()
+training = made(
+    service.create_lora_training_client(MODEL, rank=4, seed=3, user_metadata={"a": "b"})
+)
 info = training.get_info()
 assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, MODEL), info
 assert len(training.get_tokenizer()) > 1000
 assert MODEL in [m.model_name for m in service.get_server_capabilities().supported_models]
-print("a model is created")
+say("a model is created")
 
 weighted = datum(weights=[0.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0])
 before = training.forward([weighted], "cross_entropy").result()
@@ -70,7 +82,7 @@ for loss, wanted in sums.items():
     found = training.forward_backward([sampled], loss).result()
     assert math.isclose(found.metrics["loss:sum"], wanted, rel_tol=1e-4), (loss, found.metrics)
 training.optim_step(ADAM).result()
-print("losses are their formulas")
+say("losses are their formulas")
 
 try:
     import torch
@@ -87,7 +99,7 @@ if torch is not None:
     metrics = own.result().metrics
     assert metrics["own:sum"] == metrics["loss:sum"] and "surrogate_loss:sum" in metrics, metrics
     stepped.result()
-    print("a loss runs in the client")
+    say("a loss runs in the client")
 
 sampler = training.save_weights_and_get_sampling_client()
 params = types.SamplingParams(max_tokens=5, temperature=1.0, seed=7)
@@ -104,7 +116,7 @@ first = found.sequences[0].tokens[0]
 stopping = types.SamplingParams(max_tokens=5, temperature=1.0, seed=7, stop=[int(first)])
 stopped = sampler.sample(PROMPT, 1, stopping).result().sequences[0]
 assert (stopped.tokens, stopped.stop_reason) == ([first], "stop"), stopped
-print("samples are of their weights")
+say("samples are of their weights")
 
 state = training.save_state("one", user_metadata={"k": "v"}).result().path
 assert "exists" in refusal(lambda: training.save_state("one").result())
@@ -112,8 +124,8 @@ training.save_state("one", overwrite=True).result()
 weights = training.save_weights_for_sampler("two", ttl_seconds=3600).result().path
 named = service.create_sampling_client(model_path=weights)
 assert close(named.compute_logprobs(PROMPT).result()[1:], after)
-resumed = service.create_training_client_from_state_with_optimizer(state).result()
-fresh = service.create_training_client_from_state(state).result()
+resumed = made(service.create_training_client_from_state_with_optimizer(state))
+fresh = made(service.create_training_client_from_state(state))
 steps = []
 for client in (training, resumed, fresh):
     client.forward_backward([weighted], "cross_entropy")
@@ -124,7 +136,7 @@ lasts = [
     for client in (training, resumed, fresh)
 ]
 assert lasts[0] == lasts[1] != lasts[2], lasts
-print("states are loaded with the optimizer and without")
+say("states are loaded with the optimizer and without")
 
 run = training.model_id
 paths = {each.tinker_path: each for each in rest.list_checkpoints(run).result().checkpoints}
@@ -140,16 +152,14 @@ assert copied != state
 external = training.save_weights_external("export").result().path
 assert external.endswith("/external_weights/export")
 rest.delete_checkpoint_from_tinker_path(weights).result()
-assert "no checkpoint" in refusal(
-    lambda: service.create_sampling_client(model_path=weights).result()
-)
+assert "no checkpoint" in refusal(lambda: made(service.create_sampling_client(model_path=weights)))
 assert close(named.compute_logprobs(PROMPT).result()[1:], after)  # what was made of it goes on
-again = service.create_training_client_from_state(copied).result()
+again = made(service.create_training_client_from_state(copied))
 assert again.get_info().lora_rank == 4
 session = rest.get_session(run.partition(":")[0]).result()
 assert run in session.training_run_ids
 assert rest.get_sampler(session.sampler_ids[0]).result().base_model == MODEL
-print("checkpoints are listed, copied, exported and deleted")
+say("checkpoints are listed, copied, exported and deleted")
 
 wrong = datum(weights=[1.0] * 7)
 assert "RequestFailedError" in refusal(
@@ -159,10 +169,10 @@ text = refusal(lambda: rest.publish_checkpoint_from_tinker_path(state).result())
 assert "no public checkpoints" in text, text
 text = refusal(lambda: sampler.sample(PROMPT, 1, params, topk_prompt_logprobs=2).result())
 assert "topk_prompt_logprobs" in text, text
-text = refusal(lambda: service.create_lora_training_client("other/model", rank=4).result())
+text = refusal(lambda: made(service.create_lora_training_client("other/model", rank=4)))
 assert "not other/model" in text, text
-print("what is not there is refused by its name")
+say("what is not there is refused by its name")
 
 sources = Path(tinker.__file__).parent.rglob("*.py")
 found = {path for file in sources for path in re.findall(r'"/api/v1(/[^"\s]+)"', file.read_text())}
-print(json.dumps([importlib.metadata.version("tinker"), sorted(found)]))
+say(json.dumps([importlib.metadata.version("tinker"), sorted(found)]))

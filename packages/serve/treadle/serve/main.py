@@ -54,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=2,
         metavar="N",
-        help="sets of ranks for models of other LoRA ranks, matrices or seeds; 2 if left out",
+        help="sets of ranks for models of other LoRA ranks or matrices; 2 if left out",
     )
     parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")

@@ -52,23 +52,21 @@ class Shape:
     Attributes:
         rank: Of the adapters; 0: there are none, and all weights are trained.
         targets: Matrices with an adapter, by commas.
-        seed: Of the adapters' first values.
     """
 
     rank: int
     targets: str
-    seed: int
 
     @property
     def text(self) -> str:
         """The shape as it is kept; `Shape.read` reads it."""
-        return f"{self.rank}/{self.targets}/{self.seed}"
+        return f"{self.rank}/{self.targets}"
 
     @classmethod
     def read(cls, text: str) -> Shape:
         """Returns the shape of a text."""
-        rank, targets, seed = text.split("/")
-        return cls(rank=int(rank), targets=targets, seed=int(seed))
+        rank, targets = text.split("/")
+        return cls(rank=int(rank), targets=targets)
 
 
 class Policy:
@@ -85,10 +83,11 @@ class Policy:
             lora = LoraConfig.model_validate(
                 {"rank": shape.rank, "alpha": lora.alpha, "targets": shape.targets.split(",")}
             )
-        policy = config.policy.model_copy(update={"lora": lora, "seed": shape.seed})
+        policy = config.policy.model_copy(update={"lora": lora})
         self.lock = asyncio.Lock()
         self.shape = shape
         self._config = config.model_copy(update={"policy": policy})
+        self._seed = 0
         self._store = store
         self._number = number
         self._starts = 0
@@ -98,11 +97,15 @@ class Policy:
         self._content = ""
         self._gradients: tuple[str, ...] = ()
 
-    @property
-    def initial(self) -> str | None:
-        """The state that models begin with, once there is one."""
+    def initial(self, seed: int | None = None) -> str | None:
+        """Returns the state that models begin with, once there is one.
+
+        Args:
+            seed: Of the first values of adapters; None: any.
+        """
         row = self._store.row(
-            "SELECT id FROM contents WHERE initial AND shape = ?", self.shape.text
+            "SELECT id FROM contents WHERE initial AND shape = ? AND seed = IFNULL(?, seed)",
+            *(self.shape.text, seed),
         )
         return None if row is None else str(row["id"])
 
@@ -137,7 +140,9 @@ class Policy:
 
     async def _start(self) -> None:
         self._starts += 1
-        config, logs = self._config, self._store.states.parent / "logs"
+        policy = self._config.policy.model_copy(update={"seed": self._seed})
+        config = self._config.model_copy(update={"policy": policy})
+        logs = self._store.states.parent / "logs"
         place = logs / f"policy-{self._number}-{self._starts}"
         launcher = await self._stack.enter_async_context(make_launcher(config, place))
         threads = policy_threads(config, cpu_count())
@@ -157,16 +162,26 @@ class Policy:
                 "this release in their environment (policy.command)",
                 from_input=True,
             )
-        if self.initial is None:
+        if self.initial(self._seed) is None:
             content = await self.save()
             self._store.write(
                 (
-                    "INSERT INTO contents (id, shape, initial) VALUES (?, ?, 1)",
-                    *(content, self.shape.text),
+                    "INSERT INTO contents (id, shape, initial, seed) VALUES (?, ?, 1, ?)",
+                    *(content, self.shape.text, self._seed),
                 )
             )
 
     # --- with the lock held --------------------------------------------------------------------
+
+    async def begin(self, seed: int) -> str:
+        """Returns the state that models of a seed begin with; for a new seed, the ranks restart."""
+        if self.initial(seed) is None:
+            await self.close()
+            self._seed = seed
+            await self._start()
+        content = self.initial(seed)
+        assert content is not None, "it was saved when the ranks started"
+        return content
 
     async def call(self, request: Message, sequences: Sequence[TrainSequence] = ()) -> list[Any]:
         """Sends a request to all ranks; see `PolicyGroup.call`."""
@@ -263,10 +278,10 @@ class Policies:
             idle = [each for each in self._policies if each.text not in needed]
             if not idle:
                 raise ApiError(
-                    f"{self._limit} policies train models of other ranks, matrices or seeds, each "
-                    "with the base model in memory: unload a model, ask for one of their shapes ("
-                    f"rank/matrices/seed: {'; '.join(each.text for each in self._policies)}), or "
-                    "start the server with a larger --max-policies"
+                    f"{self._limit} policies train models of other ranks or matrices, each with "
+                    "the base model in memory: unload a model, ask for what they train ("
+                    f"{'; '.join(each.text for each in self._policies)}), or start the server with "
+                    "a larger --max-policies"
                 )
             leaving = self._policies.pop(idle[0])
             async with leaving.lock:

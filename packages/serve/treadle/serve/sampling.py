@@ -95,7 +95,7 @@ class Sampler:
 
         async def send() -> PublishReport:
             # Adapters begin at nothing, so a new model has the weights of the base.
-            state = policy.initial if content is None else content
+            state = policy.initial() if content is None else content
             assert state is not None, "it is saved when a policy starts"
             await policy.take_up(state)
             return await policy.publisher.publish(version, servers)

@@ -148,7 +148,7 @@ class Service:
         self._check_optimizer(given)
         model = self._new_model_name(given)
         lora = given.get("lora_config")
-        shape = Shape(rank=0, targets="", seed=0) if lora is None else _shape(lora)
+        shape = Shape(rank=0, targets="") if lora is None else _shape(lora)
         request = self._models.create(model, given["session_id"], "create_model", given, shape)
         return {"request_id": request, "model_id": model}
 
@@ -495,7 +495,7 @@ def _shape(lora: Mapping[str, Any]) -> Shape:
         raise ApiError(f"lora_config.seed={seed!r}: give a number from 0 on")
     if not targets:
         raise refused("adapters of the head alone", "set train_attn or train_mlp")
-    return Shape(rank=rank, targets=",".join(targets), seed=seed)
+    return Shape(rank=rank, targets=",".join(targets))
 
 
 def _prompt(given: Mapping[str, Any], vocab_size: int) -> list[int]:

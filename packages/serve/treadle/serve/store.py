@@ -24,7 +24,8 @@ __all__ = ["Answer", "Store"]
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
   id TEXT PRIMARY KEY, created REAL, finished INTEGER DEFAULT 0, info TEXT);
-CREATE TABLE IF NOT EXISTS contents (id TEXT PRIMARY KEY, shape TEXT, initial INTEGER DEFAULT 0);
+CREATE TABLE IF NOT EXISTS contents (
+  id TEXT PRIMARY KEY, shape TEXT, initial INTEGER DEFAULT 0, seed INTEGER);
 CREATE TABLE IF NOT EXISTS models (
   id TEXT PRIMARY KEY, session TEXT, shape TEXT, content TEXT, applied INTEGER DEFAULT 0,
   used REAL, alive INTEGER DEFAULT 1, metadata TEXT);

@@ -265,11 +265,8 @@ class _Model:
             case "create_model":
                 policy = await self._models.policies.of(self._shape)
 
-                async def begin() -> str:
-                    assert policy.initial is not None, "it was saved when the ranks started"
-                    return policy.initial
-
-                self._content = await policy.use(begin)
+                seed = (given.get("lora_config") or {}).get("seed") or 0
+                self._content = await policy.use(lambda: policy.begin(seed))
                 answer = Answer.of({"type": "create_model", "model_id": self._name})
                 return answer, self._store.moved(self._name, seq, self._content)
             case "load_weights":
