@@ -251,12 +251,17 @@ class Policies:
         self._store = store
         self._limit = limit
         self._policies: dict[Shape, Policy] = {}
+        self._turns: dict[Shape, asyncio.Lock] = {}
         self._made = 0
 
     async def close(self) -> None:
         """Ends all ranks."""
         for policy in self._policies.values():
             await policy.close()
+
+    def turn(self, shape: Shape) -> asyncio.Lock:
+        """Returns the lock of the model whose turn it is to train, among those of a shape."""
+        return self._turns.setdefault(shape, asyncio.Lock())
 
     @property
     def any(self) -> Policy | None:

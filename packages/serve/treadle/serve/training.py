@@ -7,8 +7,8 @@ Invariant: what a step of the optimizer has done is in the database together wit
 has not been done. After a restart the requests behind the last state are done again: gradients are
 computed anew, from the same weights and data.
 
-A model waits for its policy, which serves the models of its shape in turn. Who asks for an answer
-waits for it.
+A model waits for its turn, which it shares with the models of its shape, and for its policy. Who
+asks for an answer waits for it.
 """
 
 from __future__ import annotations
@@ -231,10 +231,17 @@ class _Model:
             await self._news.wait()
             self._news.clear()
             while self._next in self._waiting and not self.ended:
-                seq = self._next
-                kind, body = self._waiting[seq]
-                await self._do(seq, kind, body)
-                del self._waiting[seq]
+                async with self._models.policies.turn(self._shape):
+                    await self._take_turn()
+
+    async def _take_turn(self) -> None:
+        """Does what waits, up to a step: another model would take up the policy in between."""
+        kind = ""
+        while kind != "optim_step" and self._next in self._waiting and not self.ended:
+            seq = self._next
+            kind, body = self._waiting[seq]
+            await self._do(seq, kind, body)
+            del self._waiting[seq]
 
     async def _do(self, seq: int, kind: str, body: bytes) -> None:
         request = f"{self._name}:{seq}"
