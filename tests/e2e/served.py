@@ -11,11 +11,7 @@ KEY = "tml-of-a-test"
 
 
 class ServeProcess:
-    """A running service of the demo's model.
-
-    Attributes:
-        base_url: What clients are given as TINKER_BASE_URL.
-    """
+    """A running service of the demo's model; clients are given its `base_url`."""
 
     def __init__(self, directory: Path, *settings: str) -> None:
         arguments = ("demo:calculator", "--address", "127.0.0.1:0", "--dir", directory)

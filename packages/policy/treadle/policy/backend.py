@@ -246,7 +246,7 @@ class PolicyBackend(TrainedBackend, Protocol):
         """Takes a step with the gradient that was added up, clipped; the next begins at 0.
 
         Args:
-            settings: Of this step only; None: those of `policy.optimizer`.
+            settings: Settings of this step only; None: those of `policy.optimizer`.
 
         Raises:
             RuntimeError: There was no `forward_backward` since the last step.

@@ -158,11 +158,7 @@ PATHS: Final[Mapping[tuple[str, str], Handler | _Refusal]] = MappingProxyType(
 
 
 def make_app(service: Service, key: str) -> Starlette:
-    """Returns the application.
-
-    Args:
-        key: What clients send as X-API-Key.
-    """
+    """Returns the application, for clients that send the key as X-API-Key."""
     # Paths without parameters first, and longer ones before those that a parameter would swallow.
     ordered = sorted(PATHS.items(), key=lambda each: ("{" in each[0][1], -len(each[0][1])))
     return Starlette(

@@ -30,10 +30,9 @@ _MODULE: Final = "treadle.policy.algorithms.service_losses"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loss:
-    """A loss.
+    """A loss; `own` is its name in `treadle.policy.algorithms.service_losses`.
 
     Attributes:
-        own: Its name in `treadle.policy.algorithms.service_losses`.
         factors: The input that multiplies the loss of a token.
         settings: Name in the request's settings -> name of the loss's argument, and its default.
     """
@@ -72,8 +71,7 @@ class Batch:
     Attributes:
         loss: Its name in the SDK.
         algorithm: JSON of the policy's `algorithm`.
-        sequences: One per datum.
-        factors: [N] of each datum, by which the loss of a token is multiplied.
+        factors: [N] numbers of each datum, by which the loss of a token is multiplied.
         forward_only: Whether no gradient is wanted.
     """
 

@@ -9,9 +9,9 @@ class ApiError(Exception):
     """A request cannot be answered; the message names the cause, the value and the fix.
 
     Attributes:
-        status: Of HTTP, where it is found before the request is accepted. The SDK repeats 408, 409,
-            429 and those from 500 on.
-        category: Of a future that fails with it: whose fault it is.
+        status: Status of HTTP, where the error is found before the request is accepted. The SDK
+            repeats 408, 409, 429 and those from 500 on.
+        category: Owner of the fault, for a future that fails with it.
     """
 
     def __init__(

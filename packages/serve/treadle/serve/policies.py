@@ -50,7 +50,7 @@ class Shape:
     """What models must share to be trained by one policy.
 
     Attributes:
-        rank: Of the adapters; 0: there are none, and all weights are trained.
+        rank: Rank of the adapters; 0: there are none, and all weights are trained.
         targets: Matrices with an adapter, by commas.
     """
 
@@ -101,7 +101,7 @@ class Policy:
         """Returns the state that models begin with, once there is one.
 
         Args:
-            seed: Of the first values of adapters; None: any.
+            seed: Seed of the adapters' first values; None: any.
         """
         row = self._store.row(
             "SELECT id FROM contents WHERE initial AND shape = ? AND seed = IFNULL(?, seed)",

@@ -54,8 +54,7 @@ class Service:
     """What the paths of the API do.
 
     Args:
-        name: The base model's, for clients.
-        model_path: Its directory.
+        name: Name that clients call the base model by; it is in `model_path`.
     """
 
     def __init__(

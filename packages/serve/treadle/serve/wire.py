@@ -84,11 +84,10 @@ MESSAGES: Final = MappingProxyType(_make())
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One sequence, and what a loss needs at each of its positions.
+    """One sequence of N ids, and what a loss needs at each of its positions.
 
     Attributes:
-        tokens: [N] ids.
-        inputs: [N] each by name; `target_tokens` is among them.
+        inputs: [N] values by the name of the input; `target_tokens` is among them.
     """
 
     tokens: NDArray[np.int32]

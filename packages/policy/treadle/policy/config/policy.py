@@ -81,7 +81,7 @@ class AdamSettings:
     """AdamW's settings in one optimizer step.
 
     Attributes:
-        weight_decay: Of matrices; biases and norms are not decayed.
+        weight_decay: Decay of matrices; biases and norms are not decayed.
         grad_clip: Maximum norm of the gradient; infinite: it is not clipped.
     """
 
