@@ -131,7 +131,10 @@ class Policy:
                     await self.close()
                     lost = isinstance(error, PolicyError) and error.lost
                     if attempt == 2 or not lost:
-                        raise ApiError(str(error), category="server") from error
+                        of_user = isinstance(error, PolicyError) and error.from_input
+                        raise ApiError(
+                            str(error), category="user" if of_user else "server"
+                        ) from error
                     _log.warning("the policy is started again: %s", error)
                 except asyncio.CancelledError:
                     await self.close()  # ranks that compute for nobody cannot be asked again

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from treadle.agent_loop import RequestContext, SamplingParams
+from treadle.agent_loop import Completion, FinishReason, RequestContext, SamplingParams
 from treadle.agent_loop.errors import AgentLoopError, GenerationError
 from treadle.agent_loop.hf import HfRenderer
-from treadle.agent_loop.types import Completion, FinishReason
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import PublishReport

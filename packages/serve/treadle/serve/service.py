@@ -83,8 +83,8 @@ class Service:
         info = {key: given.get(key) for key in ("user_metadata", "display_name", "tags")}
         self._store.write(
             (
-                "INSERT INTO sessions (id, created, info) VALUES (?, ?, ?)",
-                *(session, time.time(), json.dumps(info)),
+                "INSERT INTO sessions (id, created, seen, info) VALUES (?, ?, ?, ?)",
+                *(session, time.time(), time.time(), json.dumps(info)),
             )
         )
         return {"type": "create_session", "session_id": session, "info_message": _NOTE}
@@ -96,9 +96,11 @@ class Service:
         return row
 
     def heartbeat(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Keeps a session, which lives on without."""
+        """Keeps the models of a session from making room for others."""
         if self._session(given["session_id"])["finished"]:
             raise gone("session", given["session_id"], "it is finished; create another one")
+        now, session = time.time(), given["session_id"]
+        self._store.write(("UPDATE sessions SET seen = ? WHERE id = ?", now, session))
         return {"type": "session_heartbeat"}
 
     def finish_session(self, session: str) -> None:

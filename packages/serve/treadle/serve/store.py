@@ -23,7 +23,7 @@ __all__ = ["Answer", "Store"]
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
-  id TEXT PRIMARY KEY, created REAL, finished INTEGER DEFAULT 0, info TEXT);
+  id TEXT PRIMARY KEY, created REAL, seen REAL, finished INTEGER DEFAULT 0, info TEXT);
 CREATE TABLE IF NOT EXISTS contents (
   id TEXT PRIMARY KEY, shape TEXT, initial INTEGER DEFAULT 0, seed INTEGER);
 CREATE TABLE IF NOT EXISTS models (

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -38,6 +39,8 @@ _log = logging.getLogger(__name__)
 _PROTOBUF: Final = "application/x-protobuf"
 _CREATED: Final = 0
 """Number of the request that creates a model."""
+_ABANDONED_S: Final = 3600.0
+"""How long a client has given no heartbeat when its models may make room for others."""
 _MAX_WAITING: Final = 1024
 """Requests of a model that wait."""
 _SEGMENTS: Final = {
@@ -102,7 +105,7 @@ class Models:
         request = f"{model}:{_CREATED}"
         if self.store.row("SELECT id FROM requests WHERE id = ?", request) is not None:
             return request
-        if len(self._models) >= self._limit:
+        if len(self._models) >= self._limit and not self._unload_abandoned():
             raise ApiError(
                 f"the server has {self._limit} models, as many as --max-models: unload one, or "
                 "start it with more"
@@ -119,6 +122,19 @@ class Models:
         made.start()
         made.accept(_CREATED, kind, json.dumps(dict(body)).encode())
         return request
+
+    def _unload_abandoned(self) -> bool:
+        """Frees the model that was used last longest ago, of those whose clients have gone."""
+        row = self.store.row(
+            "SELECT models.id FROM models JOIN sessions ON sessions.id = models.session WHERE "
+            "alive AND seen < ? AND used < ? ORDER BY used",
+            *(time.time() - _ABANDONED_S, time.time() - _ABANDONED_S),
+        )
+        if row is None or row["id"] not in self._models:
+            return False
+        _log.warning("model %s makes room: its client has gone", row["id"])
+        self.unload(row["id"])
+        return True
 
     def accept(self, model: str, seq: int, kind: str, body: bytes) -> str:
         """Accepts a request to a model, once; returns its name.
@@ -430,6 +446,7 @@ class _Model:
             raise refused("encryption of an export", "leave age_encryption_recipients out")
         directory = export_directory(self._store, self._name, name)
         directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
         policy = await self._models.policies.of(self._shape)
         make: Callable[..., Any] = SaveAdapterRequest if self._shape.rank else SaveHfRequest
 
