@@ -118,9 +118,7 @@ PATHS: Final[Mapping[tuple[str, str], Handler | _Refusal]] = MappingProxyType(
         ("POST", _CHECKPOINT + "/publish"): _NO_SHARING,
         ("DELETE", _CHECKPOINT + "/publish"): _NO_SHARING,
         ("PUT", _CHECKPOINT + "/ttl"): (
-            lambda service, request, given: service.set_expiry(
-                *_parameter(request, *_ONE_CHECKPOINT), given
-            )
+            lambda service, request, given: service.set_expiry(given, **request.path_params)
         ),
         ("DELETE", _CHECKPOINT): (
             lambda service, request, _: service.delete_checkpoint(

@@ -85,7 +85,7 @@ class Batch:
         """Returns [N] of each datum from the values of all loss tokens; 0.0 where there is none."""
         found, done = [], 0
         for sequence in self.sequences:
-            values = np.zeros(len(sequence.ids) - 1, np.float32)
+            values: NDArray[np.float32] = np.zeros(len(sequence.ids) - 1, np.float32)
             where = sequence.loss_positions - 1
             values[where] = values_M[done : done + len(where)]
             done += len(where)
@@ -175,7 +175,7 @@ def _sequence(
     for what, values in ((loss.factors, factors), ("logprobs", logprobs)):
         if not np.isfinite(values).all():
             raise ApiError(f"datum {number} has {what} that are not finite: give finite numbers")
-    follows = np.ones(length, np.bool_)
+    follows: NDArray[np.bool_] = np.ones(length, np.bool_)
     follows[:-1] = targets[:-1] == tokens[1:]
     if (wrong := np.flatnonzero(~follows & (factors != 0))).size:
         at = int(wrong[0])

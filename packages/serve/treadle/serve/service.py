@@ -422,7 +422,7 @@ class Service:
             shutil.rmtree(export_directory(self._store, model, name), ignore_errors=True)
         self._store.sweep()
 
-    def set_expiry(self, model: str, checkpoint: str, given: Mapping[str, Any]) -> None:
+    def set_expiry(self, given: Mapping[str, Any], *, model: str, checkpoint: str) -> None:
         """Sets when a checkpoint expires, or that it does not."""
         path, ttl = self._checkpoint(model, checkpoint), given.get("ttl_seconds")
         expires = None if ttl is None else time.time() + ttl

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
@@ -320,7 +321,8 @@ class _Model:
     async def _pass(self, request: str, body: bytes) -> Answer:
         batch, content = self._batch(body), self._state()
         counted = sum(sequence.num_loss_tokens for sequence in batch.sequences)
-        logprobs_M, loss = np.zeros(0, np.float32), 0.0
+        logprobs_M: NDArray[np.float32] = np.zeros(0, np.float32)
+        loss = 0.0
         policy = await self._models.policies.of(self._shape)
 
         async def forward() -> bytes:
@@ -361,7 +363,8 @@ class _Model:
             done = await policy.step(settings)
             return done, await policy.save()
 
-        done, self._content = await policy.use(step)
+        done, moved = await policy.use(step)
+        self._content = moved
         self._gradients.clear()
         metrics = {
             "optim/grad_norm": done.grad_norm,
@@ -369,7 +372,7 @@ class _Model:
             "optim/step": float(done.step),
             "optim/skipped": float(done.skipped),
         }
-        return Answer.of({"metrics": metrics}), self._store.moved(self._name, seq, self._content)
+        return Answer.of({"metrics": metrics}), self._store.moved(self._name, seq, moved)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -394,10 +397,11 @@ class _Model:
             await policy.load(content, weights_only=True)
             return await policy.save()
 
-        self._content = await policy.use(load)
+        moved = await policy.use(load)
+        self._content = moved
         self._gradients.clear()
         answer = {"type": "load_weights", "path": path, "model_id": self._name}
-        return Answer.of(answer), self._store.moved(self._name, seq, self._content)
+        return Answer.of(answer), self._store.moved(self._name, seq, moved)
 
     async def _save(
         self, kind: str, given: Mapping[str, Any]

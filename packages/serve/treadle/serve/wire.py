@@ -69,7 +69,7 @@ def _make() -> Mapping[str, type[Any]]:
             else:
                 field.type = kinds.Type.Value(f"TYPE_{own.upper()}")
     pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)  # type: ignore[no-untyped-call]
+    pool.Add(file)
     return {
         name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
         for name in _MESSAGES
