@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 # Below it: the folders of the packages, as the page names them.
 PROJECTS = ("proto", *(f"packages/{name}" for name in ("tracing", "agent_loop", "tools")))
 PROJECTS += tuple(
-    f"packages/{name}" for name in ("policy", "rollout_server", "conformance", "trainer")
+    f"packages/{name}" for name in ("policy", "rollout_server", "conformance", "trainer", "serve")
 )
 PYTHONS = ("3.11", "3.12", "3.13")
 # A program of someone else, in one file.

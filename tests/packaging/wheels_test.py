@@ -18,6 +18,7 @@ import pytest
 
 PACKAGES = (
     *("agent_loop", "conformance", "policy", "proto", "rollout_server", "tools", "tracing"),
+    "serve",
     "trainer",
 )
 # The contracts; the second is a part of the package that another wheel has the rest of.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         TrainSequence,
     )
     from treadle.policy.config.critic import CriticConfig
+    from treadle.policy.config.policy import AdamSettings
 
 
 Frame: TypeAlias = bytes | bytearray
@@ -140,8 +141,11 @@ class TrainedBackend(Protocol):
         """
         ...
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """Restores weights, optimizer and step counter, whatever the parallel sizes were.
+
+        Args:
+            weights_only: Whether the optimizer and the counter begin again instead.
 
         Raises:
             CheckpointError: There is no complete checkpoint, or it is of another model, or its
@@ -238,8 +242,11 @@ class PolicyBackend(TrainedBackend, Protocol):
         """
         ...
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """Takes a step with the gradient that was added up, clipped; the next begins at 0.
+
+        Args:
+            settings: Settings of this step only; None: those of `policy.optimizer`.
 
         Raises:
             RuntimeError: There was no `forward_backward` since the last step.

@@ -64,6 +64,12 @@ def _report(argv: Sequence[str]) -> int:
     return command(argv)
 
 
+def _serve(argv: Sequence[str]) -> int:
+    from treadle.trainer.cli.serve import main as command
+
+    return command(argv)
+
+
 def _servers(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.servers import main as command
 
@@ -99,6 +105,7 @@ _COMMANDS = MappingProxyType[str, Callable[[Sequence[str]], int]](
         "doctor": _doctor,
         "new": _new,
         "report": _report,
+        "serve": _serve,
         "servers": _servers,
         "trajectories": _trajectories,
         "verify": _verify,

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*treadle/policy/v1/checkpoint_service.proto\x12\x11treadle.policy.v1\" \n\x0bSaveRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x0e\n\x0cSaveResponse\" \n\x0bLoadRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x0e\n\x0cLoadResponse\"&\n\x11SaveCriticRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12SaveCriticResponse\"&\n\x11LoadCriticRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12LoadCriticResponse\"\"\n\rSaveHfRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x10\n\x0eSaveHfResponse\"\'\n\x12SaveAdapterRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x15\n\x13SaveAdapterResponse2\x88\x04\n\x11\x43heckpointService\x12G\n\x04Save\x12\x1e.treadle.policy.v1.SaveRequest\x1a\x1f.treadle.policy.v1.SaveResponse\x12G\n\x04Load\x12\x1e.treadle.policy.v1.LoadRequest\x1a\x1f.treadle.policy.v1.LoadResponse\x12Y\n\nSaveCritic\x12$.treadle.policy.v1.SaveCriticRequest\x1a%.treadle.policy.v1.SaveCriticResponse\x12Y\n\nLoadCritic\x12$.treadle.policy.v1.LoadCriticRequest\x1a%.treadle.policy.v1.LoadCriticResponse\x12M\n\x06SaveHf\x12 .treadle.policy.v1.SaveHfRequest\x1a!.treadle.policy.v1.SaveHfResponse\x12\\\n\x0bSaveAdapter\x12%.treadle.policy.v1.SaveAdapterRequest\x1a&.treadle.policy.v1.SaveAdapterResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*treadle/policy/v1/checkpoint_service.proto\x12\x11treadle.policy.v1\" \n\x0bSaveRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x0e\n\x0cSaveResponse\"6\n\x0bLoadRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\x12\x14\n\x0cweights_only\x18\x02 \x01(\x08\"\x0e\n\x0cLoadResponse\"&\n\x11SaveCriticRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12SaveCriticResponse\"&\n\x11LoadCriticRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x14\n\x12LoadCriticResponse\"\"\n\rSaveHfRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x10\n\x0eSaveHfResponse\"\'\n\x12SaveAdapterRequest\x12\x11\n\tdirectory\x18\x01 \x01(\t\"\x15\n\x13SaveAdapterResponse2\x88\x04\n\x11\x43heckpointService\x12G\n\x04Save\x12\x1e.treadle.policy.v1.SaveRequest\x1a\x1f.treadle.policy.v1.SaveResponse\x12G\n\x04Load\x12\x1e.treadle.policy.v1.LoadRequest\x1a\x1f.treadle.policy.v1.LoadResponse\x12Y\n\nSaveCritic\x12$.treadle.policy.v1.SaveCriticRequest\x1a%.treadle.policy.v1.SaveCriticResponse\x12Y\n\nLoadCritic\x12$.treadle.policy.v1.LoadCriticRequest\x1a%.treadle.policy.v1.LoadCriticResponse\x12M\n\x06SaveHf\x12 .treadle.policy.v1.SaveHfRequest\x1a!.treadle.policy.v1.SaveHfResponse\x12\\\n\x0bSaveAdapter\x12%.treadle.policy.v1.SaveAdapterRequest\x1a&.treadle.policy.v1.SaveAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,25 +36,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAVERESPONSE']._serialized_start=99
   _globals['_SAVERESPONSE']._serialized_end=113
   _globals['_LOADREQUEST']._serialized_start=115
-  _globals['_LOADREQUEST']._serialized_end=147
-  _globals['_LOADRESPONSE']._serialized_start=149
-  _globals['_LOADRESPONSE']._serialized_end=163
-  _globals['_SAVECRITICREQUEST']._serialized_start=165
-  _globals['_SAVECRITICREQUEST']._serialized_end=203
-  _globals['_SAVECRITICRESPONSE']._serialized_start=205
-  _globals['_SAVECRITICRESPONSE']._serialized_end=225
-  _globals['_LOADCRITICREQUEST']._serialized_start=227
-  _globals['_LOADCRITICREQUEST']._serialized_end=265
-  _globals['_LOADCRITICRESPONSE']._serialized_start=267
-  _globals['_LOADCRITICRESPONSE']._serialized_end=287
-  _globals['_SAVEHFREQUEST']._serialized_start=289
-  _globals['_SAVEHFREQUEST']._serialized_end=323
-  _globals['_SAVEHFRESPONSE']._serialized_start=325
-  _globals['_SAVEHFRESPONSE']._serialized_end=341
-  _globals['_SAVEADAPTERREQUEST']._serialized_start=343
-  _globals['_SAVEADAPTERREQUEST']._serialized_end=382
-  _globals['_SAVEADAPTERRESPONSE']._serialized_start=384
-  _globals['_SAVEADAPTERRESPONSE']._serialized_end=405
-  _globals['_CHECKPOINTSERVICE']._serialized_start=408
-  _globals['_CHECKPOINTSERVICE']._serialized_end=928
+  _globals['_LOADREQUEST']._serialized_end=169
+  _globals['_LOADRESPONSE']._serialized_start=171
+  _globals['_LOADRESPONSE']._serialized_end=185
+  _globals['_SAVECRITICREQUEST']._serialized_start=187
+  _globals['_SAVECRITICREQUEST']._serialized_end=225
+  _globals['_SAVECRITICRESPONSE']._serialized_start=227
+  _globals['_SAVECRITICRESPONSE']._serialized_end=247
+  _globals['_LOADCRITICREQUEST']._serialized_start=249
+  _globals['_LOADCRITICREQUEST']._serialized_end=287
+  _globals['_LOADCRITICRESPONSE']._serialized_start=289
+  _globals['_LOADCRITICRESPONSE']._serialized_end=309
+  _globals['_SAVEHFREQUEST']._serialized_start=311
+  _globals['_SAVEHFREQUEST']._serialized_end=345
+  _globals['_SAVEHFRESPONSE']._serialized_start=347
+  _globals['_SAVEHFRESPONSE']._serialized_end=363
+  _globals['_SAVEADAPTERREQUEST']._serialized_start=365
+  _globals['_SAVEADAPTERREQUEST']._serialized_end=404
+  _globals['_SAVEADAPTERRESPONSE']._serialized_start=406
+  _globals['_SAVEADAPTERRESPONSE']._serialized_end=427
+  _globals['_CHECKPOINTSERVICE']._serialized_start=430
+  _globals['_CHECKPOINTSERVICE']._serialized_end=950
 # @@protoc_insertion_point(module_scope)

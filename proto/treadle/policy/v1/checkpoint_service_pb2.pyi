@@ -15,10 +15,12 @@ class SaveResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("directory",)
+    __slots__ = ("directory", "weights_only")
     DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_ONLY_FIELD_NUMBER: _ClassVar[int]
     directory: str
-    def __init__(self, directory: _Optional[str] = ...) -> None: ...
+    weights_only: bool
+    def __init__(self, directory: _Optional[str] = ..., weights_only: bool = ...) -> None: ...
 
 class LoadResponse(_message.Message):
     __slots__ = ()

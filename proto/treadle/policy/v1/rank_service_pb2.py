@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/policy/v1/rank_service.proto\x12\x11treadle.policy.v1\"\'\n\x14GetPolicyInfoRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\"\xc0\x01\n\x15GetPolicyInfoResponse\x12\x17\n\x0ftreadle_version\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x03 \x01(\t\x12\x16\n\x0epython_version\x18\x04 \x01(\t\x12\x15\n\rtorch_version\x18\x05 \x01(\t\x12\x35\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x1f.treadle.policy.v1.Capabilities\"\xb6\x01\n\x0c\x43\x61pabilities\x12\x11\n\treference\x18\x01 \x01(\x08\x12\x0e\n\x06\x63ritic\x18\x02 \x01(\x08\x12\x0c\n\x04lora\x18\x03 \x01(\x08\x12\x0f\n\x07offload\x18\x04 \x01(\x08\x12\x16\n\x0erouting_replay\x18\x05 \x01(\x08\x12\x17\n\x0ftensor_parallel\x18\x06 \x01(\x08\x12\x19\n\x11pipeline_parallel\x18\x07 \x01(\x08\x12\x18\n\x10\x63ontext_parallel\x18\x08 \x01(\x08\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06\x62\x65\x61t_s\x18\x01 \x01(\x01\"9\n\rWatchResponse\x12\x0b\n\x03pid\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\"\x17\n\x15OpenRendezvousRequest\")\n\x16OpenRendezvousResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\xe9\x01\n\x11InitializeRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x06\x63ritic\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x16\n\x0ewith_reference\x18\x04 \x01(\x08\x12\x1b\n\x0ereference_path\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12\x12\n\nlocal_rank\x18\t \x01(\rB\t\n\x07_criticB\x11\n\x0f_reference_path\"\x14\n\x12InitializeResponse\"\x16\n\x14ReportOffloadRequest\"f\n\x15ReportOffloadResponse\x12\x11\n\trelease_s\x18\x01 \x01(\x01\x12\x11\n\trestore_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\x12\n\nhost_bytes\x18\x04 \x01(\x04\"\x13\n\x11ReportTimeRequest\"\x89\x01\n\x12ReportTimeResponse\x12\x43\n\x07seconds\x18\x01 \x03(\x0b\x32\x32.treadle.policy.v1.ReportTimeResponse.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse2\x89\x05\n\x0bRankService\x12\x62\n\rGetPolicyInfo\x12\'.treadle.policy.v1.GetPolicyInfoRequest\x1a(.treadle.policy.v1.GetPolicyInfoResponse\x12L\n\x05Watch\x12\x1f.treadle.policy.v1.WatchRequest\x1a .treadle.policy.v1.WatchResponse0\x01\x12\x65\n\x0eOpenRendezvous\x12(.treadle.policy.v1.OpenRendezvousRequest\x1a).treadle.policy.v1.OpenRendezvousResponse\x12Y\n\nInitialize\x12$.treadle.policy.v1.InitializeRequest\x1a%.treadle.policy.v1.InitializeResponse\x12\x62\n\rReportOffload\x12\'.treadle.policy.v1.ReportOffloadRequest\x1a(.treadle.policy.v1.ReportOffloadResponse\x12Y\n\nReportTime\x12$.treadle.policy.v1.ReportTimeRequest\x1a%.treadle.policy.v1.ReportTimeResponse\x12G\n\x04Stop\x12\x1e.treadle.policy.v1.StopRequest\x1a\x1f.treadle.policy.v1.StopResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$treadle/policy/v1/rank_service.proto\x12\x11treadle.policy.v1\"\'\n\x14GetPolicyInfoRequest\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\"\xc0\x01\n\x15GetPolicyInfoResponse\x12\x17\n\x0ftreadle_version\x18\x01 \x01(\t\x12\x0f\n\x07\x62\x61\x63kend\x18\x02 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x03 \x01(\t\x12\x16\n\x0epython_version\x18\x04 \x01(\t\x12\x15\n\rtorch_version\x18\x05 \x01(\t\x12\x35\n\x0c\x63\x61pabilities\x18\x06 \x01(\x0b\x32\x1f.treadle.policy.v1.Capabilities\"\xcd\x01\n\x0c\x43\x61pabilities\x12\x11\n\treference\x18\x01 \x01(\x08\x12\x0e\n\x06\x63ritic\x18\x02 \x01(\x08\x12\x0c\n\x04lora\x18\x03 \x01(\x08\x12\x0f\n\x07offload\x18\x04 \x01(\x08\x12\x16\n\x0erouting_replay\x18\x05 \x01(\x08\x12\x17\n\x0ftensor_parallel\x18\x06 \x01(\x08\x12\x19\n\x11pipeline_parallel\x18\x07 \x01(\x08\x12\x18\n\x10\x63ontext_parallel\x18\x08 \x01(\x08\x12\x15\n\rstep_settings\x18\t \x01(\x08\"\x1e\n\x0cWatchRequest\x12\x0e\n\x06\x62\x65\x61t_s\x18\x01 \x01(\x01\"9\n\rWatchResponse\x12\x0b\n\x03pid\x18\x01 \x01(\x04\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\r\n\x05place\x18\x03 \x01(\t\"\x17\n\x15OpenRendezvousRequest\")\n\x16OpenRendezvousResponse\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\t\"\xe9\x01\n\x11InitializeRequest\x12\x0e\n\x06policy\x18\x01 \x01(\t\x12\x13\n\x06\x63ritic\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x12\n\nmodel_path\x18\x03 \x01(\t\x12\x16\n\x0ewith_reference\x18\x04 \x01(\x08\x12\x1b\n\x0ereference_path\x18\x05 \x01(\tH\x01\x88\x01\x01\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\x12\n\nworld_size\x18\x07 \x01(\r\x12\x12\n\nrendezvous\x18\x08 \x01(\t\x12\x12\n\nlocal_rank\x18\t \x01(\rB\t\n\x07_criticB\x11\n\x0f_reference_path\"\x14\n\x12InitializeResponse\"\x16\n\x14ReportOffloadRequest\"f\n\x15ReportOffloadResponse\x12\x11\n\trelease_s\x18\x01 \x01(\x01\x12\x11\n\trestore_s\x18\x02 \x01(\x01\x12\x13\n\x0b\x66reed_bytes\x18\x03 \x01(\x04\x12\x12\n\nhost_bytes\x18\x04 \x01(\x04\"\x13\n\x11ReportTimeRequest\"\x89\x01\n\x12ReportTimeResponse\x12\x43\n\x07seconds\x18\x01 \x03(\x0b\x32\x32.treadle.policy.v1.ReportTimeResponse.SecondsEntry\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bStopRequest\"\x0e\n\x0cStopResponse2\x89\x05\n\x0bRankService\x12\x62\n\rGetPolicyInfo\x12\'.treadle.policy.v1.GetPolicyInfoRequest\x1a(.treadle.policy.v1.GetPolicyInfoResponse\x12L\n\x05Watch\x12\x1f.treadle.policy.v1.WatchRequest\x1a .treadle.policy.v1.WatchResponse0\x01\x12\x65\n\x0eOpenRendezvous\x12(.treadle.policy.v1.OpenRendezvousRequest\x1a).treadle.policy.v1.OpenRendezvousResponse\x12Y\n\nInitialize\x12$.treadle.policy.v1.InitializeRequest\x1a%.treadle.policy.v1.InitializeResponse\x12\x62\n\rReportOffload\x12\'.treadle.policy.v1.ReportOffloadRequest\x1a(.treadle.policy.v1.ReportOffloadResponse\x12Y\n\nReportTime\x12$.treadle.policy.v1.ReportTimeRequest\x1a%.treadle.policy.v1.ReportTimeResponse\x12G\n\x04Stop\x12\x1e.treadle.policy.v1.StopRequest\x1a\x1f.treadle.policy.v1.StopResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,33 +38,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETPOLICYINFORESPONSE']._serialized_start=101
   _globals['_GETPOLICYINFORESPONSE']._serialized_end=293
   _globals['_CAPABILITIES']._serialized_start=296
-  _globals['_CAPABILITIES']._serialized_end=478
-  _globals['_WATCHREQUEST']._serialized_start=480
-  _globals['_WATCHREQUEST']._serialized_end=510
-  _globals['_WATCHRESPONSE']._serialized_start=512
-  _globals['_WATCHRESPONSE']._serialized_end=569
-  _globals['_OPENRENDEZVOUSREQUEST']._serialized_start=571
-  _globals['_OPENRENDEZVOUSREQUEST']._serialized_end=594
-  _globals['_OPENRENDEZVOUSRESPONSE']._serialized_start=596
-  _globals['_OPENRENDEZVOUSRESPONSE']._serialized_end=637
-  _globals['_INITIALIZEREQUEST']._serialized_start=640
-  _globals['_INITIALIZEREQUEST']._serialized_end=873
-  _globals['_INITIALIZERESPONSE']._serialized_start=875
-  _globals['_INITIALIZERESPONSE']._serialized_end=895
-  _globals['_REPORTOFFLOADREQUEST']._serialized_start=897
-  _globals['_REPORTOFFLOADREQUEST']._serialized_end=919
-  _globals['_REPORTOFFLOADRESPONSE']._serialized_start=921
-  _globals['_REPORTOFFLOADRESPONSE']._serialized_end=1023
-  _globals['_REPORTTIMEREQUEST']._serialized_start=1025
-  _globals['_REPORTTIMEREQUEST']._serialized_end=1044
-  _globals['_REPORTTIMERESPONSE']._serialized_start=1047
-  _globals['_REPORTTIMERESPONSE']._serialized_end=1184
-  _globals['_REPORTTIMERESPONSE_SECONDSENTRY']._serialized_start=1138
-  _globals['_REPORTTIMERESPONSE_SECONDSENTRY']._serialized_end=1184
-  _globals['_STOPREQUEST']._serialized_start=1186
-  _globals['_STOPREQUEST']._serialized_end=1199
-  _globals['_STOPRESPONSE']._serialized_start=1201
-  _globals['_STOPRESPONSE']._serialized_end=1215
-  _globals['_RANKSERVICE']._serialized_start=1218
-  _globals['_RANKSERVICE']._serialized_end=1867
+  _globals['_CAPABILITIES']._serialized_end=501
+  _globals['_WATCHREQUEST']._serialized_start=503
+  _globals['_WATCHREQUEST']._serialized_end=533
+  _globals['_WATCHRESPONSE']._serialized_start=535
+  _globals['_WATCHRESPONSE']._serialized_end=592
+  _globals['_OPENRENDEZVOUSREQUEST']._serialized_start=594
+  _globals['_OPENRENDEZVOUSREQUEST']._serialized_end=617
+  _globals['_OPENRENDEZVOUSRESPONSE']._serialized_start=619
+  _globals['_OPENRENDEZVOUSRESPONSE']._serialized_end=660
+  _globals['_INITIALIZEREQUEST']._serialized_start=663
+  _globals['_INITIALIZEREQUEST']._serialized_end=896
+  _globals['_INITIALIZERESPONSE']._serialized_start=898
+  _globals['_INITIALIZERESPONSE']._serialized_end=918
+  _globals['_REPORTOFFLOADREQUEST']._serialized_start=920
+  _globals['_REPORTOFFLOADREQUEST']._serialized_end=942
+  _globals['_REPORTOFFLOADRESPONSE']._serialized_start=944
+  _globals['_REPORTOFFLOADRESPONSE']._serialized_end=1046
+  _globals['_REPORTTIMEREQUEST']._serialized_start=1048
+  _globals['_REPORTTIMEREQUEST']._serialized_end=1067
+  _globals['_REPORTTIMERESPONSE']._serialized_start=1070
+  _globals['_REPORTTIMERESPONSE']._serialized_end=1207
+  _globals['_REPORTTIMERESPONSE_SECONDSENTRY']._serialized_start=1161
+  _globals['_REPORTTIMERESPONSE_SECONDSENTRY']._serialized_end=1207
+  _globals['_STOPREQUEST']._serialized_start=1209
+  _globals['_STOPREQUEST']._serialized_end=1222
+  _globals['_STOPRESPONSE']._serialized_start=1224
+  _globals['_STOPRESPONSE']._serialized_end=1238
+  _globals['_RANKSERVICE']._serialized_start=1241
+  _globals['_RANKSERVICE']._serialized_end=1890
 # @@protoc_insertion_point(module_scope)

@@ -29,7 +29,7 @@ class GetPolicyInfoResponse(_message.Message):
     def __init__(self, treadle_version: _Optional[str] = ..., backend: _Optional[str] = ..., backend_version: _Optional[str] = ..., python_version: _Optional[str] = ..., torch_version: _Optional[str] = ..., capabilities: _Optional[_Union[Capabilities, _Mapping]] = ...) -> None: ...
 
 class Capabilities(_message.Message):
-    __slots__ = ("reference", "critic", "lora", "offload", "routing_replay", "tensor_parallel", "pipeline_parallel", "context_parallel")
+    __slots__ = ("reference", "critic", "lora", "offload", "routing_replay", "tensor_parallel", "pipeline_parallel", "context_parallel", "step_settings")
     REFERENCE_FIELD_NUMBER: _ClassVar[int]
     CRITIC_FIELD_NUMBER: _ClassVar[int]
     LORA_FIELD_NUMBER: _ClassVar[int]
@@ -38,6 +38,7 @@ class Capabilities(_message.Message):
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    STEP_SETTINGS_FIELD_NUMBER: _ClassVar[int]
     reference: bool
     critic: bool
     lora: bool
@@ -46,7 +47,8 @@ class Capabilities(_message.Message):
     tensor_parallel: bool
     pipeline_parallel: bool
     context_parallel: bool
-    def __init__(self, reference: bool = ..., critic: bool = ..., lora: bool = ..., offload: bool = ..., routing_replay: bool = ..., tensor_parallel: bool = ..., pipeline_parallel: bool = ..., context_parallel: bool = ...) -> None: ...
+    step_settings: bool
+    def __init__(self, reference: bool = ..., critic: bool = ..., lora: bool = ..., offload: bool = ..., routing_replay: bool = ..., tensor_parallel: bool = ..., pipeline_parallel: bool = ..., context_parallel: bool = ..., step_settings: bool = ...) -> None: ...
 
 class WatchRequest(_message.Message):
     __slots__ = ("beat_s",)

@@ -290,8 +290,26 @@ class ForwardBackwardResponse(_message.Message):
     def __init__(self, loss: _Optional[float] = ..., num_sequences: _Optional[int] = ..., num_computed: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_loss_tokens: _Optional[int] = ..., num_micro_batches: _Optional[int] = ..., time_s: _Optional[float] = ..., metrics: _Optional[_Mapping[str, float]] = ..., tokens: _Optional[_Union[TokenValues, _Mapping]] = ...) -> None: ...
 
 class OptimizerStepRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("adamw",)
+    ADAMW_FIELD_NUMBER: _ClassVar[int]
+    adamw: AdamW
+    def __init__(self, adamw: _Optional[_Union[AdamW, _Mapping]] = ...) -> None: ...
+
+class AdamW(_message.Message):
+    __slots__ = ("lr", "beta1", "beta2", "eps", "weight_decay", "grad_clip")
+    LR_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    GRAD_CLIP_FIELD_NUMBER: _ClassVar[int]
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float
+    def __init__(self, lr: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., eps: _Optional[float] = ..., weight_decay: _Optional[float] = ..., grad_clip: _Optional[float] = ...) -> None: ...
 
 class OptimizerStepResponse(_message.Message):
     __slots__ = ("step", "grad_norm", "skipped", "learning_rate")

@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 
     from treadle.policy.backends.offload import Offload
     from treadle.policy.client.types import OffloadReport
-    from treadle.policy.config.policy import OptimizerConfig
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig
 
 
 class ModelOptimizer(Protocol):
     """The optimizer of one rank's share of a model."""
 
-    def apply(self, lr: float) -> tuple[float, bool]:
+    def apply(self, settings: AdamSettings) -> tuple[float, bool]:
         """Updates the parameters with the gradient that was added up, clipped; collective.
 
         Returns:
             The norm of the whole model's gradient before clipping, and whether it was applied.
         """
+        ...
+
+    def reset(self) -> None:
+        """Begins again with its state, as it was before the first step."""
         ...
 
     def tensors(self) -> Iterator[Tensor]:
@@ -61,28 +65,31 @@ class Trained:
         """See `PolicyBackend.take_offload_report`."""
         return self._offload.take_report()
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if not self._has_gradient:
             raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
         self._has_gradient = False
         self._offload.restore("parameters", "gradients")
         self._reduce_gradients()
-        lr = self._settings.learning_rate(self._step)
+        settings = settings or self._settings.at_step(self._step)
         self._offload.restore("optimizer")
         with spent_on("optimizer"):
-            norm, applied = self._optimizer.apply(lr)
+            norm, applied = self._optimizer.apply(settings)
         self._offload.release("optimizer")
         self._step += 1
         return OptimizerStats(
-            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=lr
+            step=self._step, grad_norm=norm, skipped=not applied, learning_rate=settings.lr
         )
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `PolicyBackend.load`."""
         self._has_gradient = False
         self._offload.restore("parameters", "optimizer")
         self._step = self._read(directory)
+        if weights_only:
+            self._optimizer.reset()
+            self._step = 0
         if not self.weights_are_finite():
             raise CheckpointError(f"the weights in {directory} are not finite")
 

@@ -7,6 +7,7 @@ model's sizes, which `treadle.policy.backends.megatron.model` checks.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self, get_args
 
@@ -75,6 +76,23 @@ class ParallelConfig(BaseModel):
         return self
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamSettings:
+    """AdamW's settings in one optimizer step.
+
+    Attributes:
+        weight_decay: Decay of matrices; biases and norms are not decayed.
+        grad_clip: Maximum norm of the gradient; infinite: it is not clipped.
+    """
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    grad_clip: float
+
+
 class OptimizerConfig(BaseModel):
     """The optimizer with decoupled weight decay, and the learning rate over steps."""
 
@@ -123,6 +141,17 @@ class OptimizerConfig(BaseModel):
         if self.schedule == "cosine":
             remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
         return self.min_lr + (self.lr - self.min_lr) * remaining
+
+    def at_step(self, step: int) -> AdamSettings:
+        """Returns the settings of optimizer step `step`, the first being 0."""
+        return AdamSettings(
+            lr=self.learning_rate(step),
+            beta1=self.beta1,
+            beta2=self.beta2,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            grad_clip=self.grad_clip,
+        )
 
     @model_validator(mode="after")
     def _schedule_is_complete(self) -> Self:

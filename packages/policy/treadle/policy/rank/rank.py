@@ -9,6 +9,7 @@ process frees them.
 import contextlib
 import gc
 import logging
+import math
 import platform
 import socket
 import sys
@@ -36,7 +37,7 @@ from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.choices import BackendName, RankCause
 from treadle.policy.config.critic import CriticConfig
-from treadle.policy.config.policy import PolicyConfig
+from treadle.policy.config.policy import AdamSettings, PolicyConfig
 from treadle.policy.config.settings import from_json
 from treadle.policy.rank.server import RankServer, ReceivedShard, RequestFailed
 from treadle.policy.rank_time import RANK_TIME, spent_on
@@ -151,7 +152,7 @@ class PolicyRank:
             case checkpoint_pb.SaveRequest():
                 self._built.save(directory)
             case checkpoint_pb.LoadRequest():
-                self._built.load(directory)
+                self._built.load(directory, weights_only=request.weights_only)
             case checkpoint_pb.SaveHfRequest():
                 self._built.save_hf(directory)
             case checkpoint_pb.SaveAdapterRequest():
@@ -199,7 +200,7 @@ class PolicyRank:
                     computed.ClearField("tokens")
                 return computed
             case pb.OptimizerStepRequest():
-                step = policy.optimizer_step()
+                step = policy.optimizer_step(_adam_settings(request))
                 return train_batch.stats_message(pb.OptimizerStepResponse, step)
             case pb.MeasureReferenceRequest():
                 measured = train_batch.measure_reference(
@@ -313,6 +314,21 @@ class PolicyRank:
         return response
 
 
+def _adam_settings(request: pb.OptimizerStepRequest) -> AdamSettings | None:
+    """Returns the settings in a request, if it has some."""
+    if not request.HasField("adamw"):
+        return None
+    given = request.adamw
+    return AdamSettings(
+        lr=given.lr,
+        beta1=given.beta1,
+        beta2=given.beta2,
+        eps=given.eps,
+        weight_decay=given.weight_decay,
+        grad_clip=given.grad_clip or math.inf,
+    )
+
+
 def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
     """Returns what a rank here can do.
 
@@ -343,6 +359,7 @@ def _info(backend: str) -> rank_pb.GetPolicyInfoResponse:
             tensor_parallel="tensor" in can.parallel,
             pipeline_parallel="pipeline" in can.parallel,
             context_parallel="context" in can.parallel,
+            step_settings=True,
         ),
     )
 

@@ -62,6 +62,20 @@ class StateContract(ContractBase):
         assert policy.step == 0
         assert go_on(policy, 2) == want
 
+    def test_weights_may_be_read_without_the_optimizer(
+        self, folder: Path, tmp_path: Path, open_policy: OpenPolicy
+    ) -> None:
+        policy = open_policy(folder, **SETTINGS)
+        go_on(policy, 2)
+        policy.save(tmp_path / "step_2")
+        policy.load(tmp_path / "step_2", weights_only=True)
+        assert policy.step == 0
+        want = go_on(policy, 2)
+        policy.load(tmp_path / "step_2")
+        assert go_on(policy, 2)[0][2:] != want[1][2:]  # the optimizer has moved meanwhile
+        policy.load(tmp_path / "step_2", weights_only=True)
+        assert go_on(policy, 2) == want
+
     def test_errors_name_the_checkpoint(
         self, folder: Path, tmp_path: Path, open_policy: OpenPolicy
     ) -> None:

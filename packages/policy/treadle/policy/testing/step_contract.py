@@ -168,6 +168,23 @@ class StepContract(ContractBase):
         with pytest.raises(RuntimeError, match="call forward_backward before optimizer_step"):
             policy.optimizer_step()
 
+    def test_a_step_may_have_settings_of_its_own(
+        self, folder: Path, open_policy: OpenPolicy
+    ) -> None:
+        """They equal those of the configuration, and are forgotten after the step."""
+        batch, loss = sequences(), OwnLoss()
+        other = OptimizerConfig(
+            lr=3e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.3, grad_clip=0.05
+        )
+        policy = open_policy(folder, optimizer=other)
+        policy.train_step(batch, loss)
+        weights = exported(policy)
+        policy = open_policy(folder, optimizer=LINEAR)
+        policy.forward_backward(batch, loss)
+        assert policy.optimizer_step(other.at_step(0)).learning_rate == other.lr
+        assert largest_difference(exported(policy), weights) < 1e-6
+        assert policy.train_step(batch, loss).learning_rate == LINEAR.learning_rate(1)
+
     @pytest.mark.parametrize("name", [*BUILT_IN, "corrected"])
     def test_a_run_is_repeated_bit_for_bit_and_micro_batches_do_not_change_it(
         self, folder: Path, open_policy: OpenPolicy, name: str

@@ -23,6 +23,7 @@ COMMANDS = MappingProxyType(
         "data": "convert a published data set to training rows",
         "doctor": "check this machine and, with its arguments, a run; say how to fix what is wrong",
         "new": "write a folder with a task of your own, which trains as it is",
+        "serve": "serve the HTTP API of Tinker's SDK (treadle-serve)",
         "report": "make the report of a run again",
         "trajectories": "show the trajectories of a run that pass a filter, or query them with SQL",
         "verify": "check a run: its files against each other, and its steps computed again",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from treadle.policy.backends.fsdp.net import Net
-    from treadle.policy.config.policy import OptimizerConfig
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig
 
 BLOCK: Final = 256
 """Numbers that share a scale in bitsandbytes' optimizers."""
@@ -42,7 +42,7 @@ class Optimizer:
             ValueError: A package is not installed.
         """
         self._parameters = {n: p for n, p in net.named_parameters() if p.requires_grad}
-        self._settings = settings
+        self._name, self._momentum = settings.name, settings.momentum
         # Of DTensors each operation would be dispatched anew; their shards are plain tensors.
         self.shards = {name: shard(p) for name, p in self._parameters.items()}
         self._state: dict[str, dict[str, Tensor]] = {}
@@ -59,8 +59,8 @@ class Optimizer:
         matrices = [self.shards[name] for name, p in of_adam.items() if p.dim() > 1]
         vectors = [self.shards[name] for name, p in of_adam.items() if p.dim() < 2]
         groups: list[dict[str, Any]] = [
-            {"params": part, "weight_decay": decay}
-            for part, decay in ((matrices, settings.weight_decay), (vectors, 0.0))
+            {"params": part, "decayed": decayed}
+            for part, decayed in ((matrices, True), (vectors, False))
             if part
         ]
         self._adam: torch.optim.AdamW | None = None
@@ -79,13 +79,21 @@ class Optimizer:
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(own), torch.zeros_like(own)
                 self._state[name] = state
 
+    @torch.no_grad()
+    def reset(self) -> None:
+        """See `ModelOptimizer.reset`."""
+        for name, state in self._state.items():
+            begin = _quantised_state(self.shards[name]) if "codes" in state else {}
+            for kind, tensor in state.items():
+                tensor.copy_(begin.get(kind, torch.zeros_like(tensor)))
+
     def zero_grad(self) -> None:
         """Forgets the gradient."""
         for parameter in self._parameters.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def apply(self, lr: float) -> tuple[float, bool]:
+    def apply(self, settings: AdamSettings) -> tuple[float, bool]:
         """See `ModelOptimizer.apply`; forgets the gradient."""
         gradients = []
         for name, own in self.shards.items():
@@ -101,37 +109,39 @@ class Optimizer:
         norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
         applied = math.isfinite(norm)
         if applied:
-            if norm > self._settings.grad_clip:
-                torch._foreach_mul_(gradients, self._settings.grad_clip / (norm + 1e-6))
+            if norm > settings.grad_clip:
+                torch._foreach_mul_(gradients, settings.grad_clip / (norm + 1e-6))
             if self._adam is not None:
                 for group in self._adam.param_groups:
-                    group["lr"] = lr
+                    group["lr"], group["eps"] = settings.lr, settings.eps
+                    group["betas"] = settings.beta1, settings.beta2
+                    group["weight_decay"] = settings.weight_decay if group["decayed"] else 0.0
                 self._adam.step()
-            step = self._step_muon if self._settings.name == "muon" else self._step_quantised
+            step = self._step_muon if self._name == "muon" else self._step_quantised
             for name in self._others:
                 if self.shards[name].grad is not None:
-                    step(name, lr)
+                    step(name, settings)
         self.zero_grad()
         for own in self.shards.values():
             own.grad = None
         return norm, applied
 
-    def _step_muon(self, name: str, lr: float) -> None:
+    def _step_muon(self, name: str, settings: AdamSettings) -> None:
         """Takes a step of Muon, whose learning rate is on the scale of AdamW's; collective."""
         own, momentum = self.shards[name], self._state[name]["momentum"]
         assert own.grad is not None
-        momentum.lerp_(own.grad, 1 - self._settings.momentum)
+        momentum.lerp_(own.grad, 1 - self._momentum)
         like = self._parameters[name]
-        ahead = _whole(own.grad.lerp(momentum, self._settings.momentum), like)  # Nesterov's
+        ahead = _whole(own.grad.lerp(momentum, self._momentum), like)  # Nesterov's
         move = orthogonal(ahead.full_tensor() if isinstance(ahead, DTensor) else ahead)
         if isinstance(like, DTensor):
             part = distribute_tensor(move, like.device_mesh, like.placements, src_data_rank=None)
             move = part.to_local()
-        own.mul_(1 - lr * self._settings.weight_decay).add_(move, alpha=lr)
+        own.mul_(1 - settings.lr * settings.weight_decay).add_(move, alpha=settings.lr)
 
-    def _step_quantised(self, name: str, lr: float) -> None:
+    def _step_quantised(self, name: str, settings: AdamSettings) -> None:
         """Takes a step of AdamW whose moments have 8 bits; they are quantised again after it."""
-        own, state, settings = self.shards[name], self._state[name], self._settings
+        own, state = self.shards[name], self._state[name]
         state["step"] += 1
         if not own.numel():
             return  # there are more ranks than rows
@@ -148,7 +158,7 @@ class Optimizer:
             0.0,
             settings.eps,
             int(state["step"]),
-            lr,
+            settings.lr,
             *(codes.to(own.device) for codes in maps),
             state["scales"].view(-1),
             state["scales_sq"].view(-1),

@@ -28,7 +28,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # n
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
 
-    from treadle.policy.config.policy import PolicyConfig
+    from treadle.policy.config.policy import AdamSettings, PolicyConfig
 
 
 class PolicyOptimizer:
@@ -38,7 +38,6 @@ class PolicyOptimizer:
         """Creates the optimizer and its state for the parameters of `net`; collective."""
         settings = config.optimizer
         dtype: torch.dtype = getattr(torch, config.dtype)
-        self._settings = settings
         self.distributed = bool(net.ddp_config.use_distributed_optimizer)
         self.megatron = get_megatron_optimizer(
             MegatronConfig(
@@ -85,15 +84,16 @@ class PolicyOptimizer:
             state["step"] = torch.tensor(float(steps))
 
     @torch.no_grad()
-    def apply(self, lr: float) -> tuple[float, bool]:
+    def apply(self, settings: AdamSettings) -> tuple[float, bool]:
         """Updates the parameters with the gradient that backward left behind, clipped.
 
         Returns:
             The norm of the whole model's gradient before clipping, and whether it was applied.
         """
         for group in self._groups():
-            group["lr"] = lr
-            group["weight_decay"] = self._settings.weight_decay * group["wd_mult"]
+            group["lr"], group["eps"] = settings.lr, settings.eps
+            group["betas"] = settings.beta1, settings.beta2
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         optimizer = self.megatron
         overflowed = optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
@@ -101,7 +101,7 @@ class PolicyOptimizer:
             return norm, False
         for part in self.parts:
             clip_grad_by_total_norm_fp32(
-                part.get_parameters(), max_norm=self._settings.grad_clip, total_norm=norm
+                part.get_parameters(), max_norm=settings.grad_clip, total_norm=norm
             )
         optimizer.step_with_ready_grads()
         return norm, True
@@ -115,6 +115,14 @@ class PolicyOptimizer:
             yield from group["params"]
         for state in self.adam_state.values():
             yield from (value for value in state.values() if value.dim())
+
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Begins again with Adam's state."""
+        for state in self.adam_state.values():
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+        self.adam_steps = 0
 
     def zero_grad(self) -> None:
         """Forgets the gradients of the last step."""

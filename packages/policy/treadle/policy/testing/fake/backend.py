@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from treadle.policy.backend import CriticBackend, Frame, LossFn, LossOutput
     from treadle.policy.client.types import LossAggregation
     from treadle.policy.config.critic import CriticConfig
-    from treadle.policy.config.policy import PolicyConfig
+    from treadle.policy.config.policy import AdamSettings, PolicyConfig
 
 Floats = NDArray[np.float64]
 Weights = dict[str, NDArray[np.float32]]
@@ -259,13 +259,12 @@ class FakePolicy(PolicyBackend):
         assert embedding.shape[1] == y_TH.shape[1]
         np.add.at(self._gradient[EMBEDDING], found.previous_T, y_TH)
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if self._gradient is None:
             raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
         gradient, self._gradient = self._gradient, None
-        settings = self._config.optimizer
-        rate = settings.learning_rate(self._step)
+        settings = settings or self._config.optimizer.at_step(self._step)
         norm = float(np.sqrt(sum(float(np.square(g).sum()) for g in gradient.values())))
         self._step += 1
         if np.isfinite(norm):
@@ -273,13 +272,16 @@ class FakePolicy(PolicyBackend):
             scale = min(1.0, settings.grad_clip / (norm + 1e-6))
             with spent_on("optimizer"):
                 for name, g in gradient.items():
-                    self._adam(name, g * scale, rate)
+                    self._adam(name, g * scale, settings)
         return OptimizerStats(
-            step=self._step, grad_norm=norm, skipped=not np.isfinite(norm), learning_rate=rate
+            step=self._step,
+            grad_norm=norm,
+            skipped=not np.isfinite(norm),
+            learning_rate=settings.lr,
         )
 
-    def _adam(self, name: str, g: Floats, rate: float) -> None:
-        settings, weight = self._config.optimizer, self._weights[name]
+    def _adam(self, name: str, g: Floats, settings: AdamSettings) -> None:
+        weight, rate = self._weights[name], settings.lr
         first, second = self._moments[f"first.{name}"], self._moments[f"second.{name}"]
         first += (1 - settings.beta1) * (g - first)
         second += (1 - settings.beta2) * (g * g - second)
@@ -341,7 +343,7 @@ class FakePolicy(PolicyBackend):
         finally:
             shutil.rmtree(building, ignore_errors=True)
 
-    def load(self, directory: Path) -> None:
+    def load(self, directory: Path, *, weights_only: bool = False) -> None:
         """See `PolicyBackend.load`."""
         from safetensors import SafetensorError
         from safetensors.numpy import load_file
@@ -360,6 +362,10 @@ class FakePolicy(PolicyBackend):
             array[...] = read[name]
         self._gradient = None
         self._step, self._adam_steps = state["step"], state["adam_steps"]
+        if weights_only:
+            self._step = self._adam_steps = 0
+            for moment in self._moments.values():
+                moment[...] = 0.0
         if not self.weights_are_finite():
             raise CheckpointError(f"the weights in {directory} are not finite")
 

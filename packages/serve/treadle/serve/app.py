@@ -1,0 +1,231 @@
+"""The paths of the API, on HTTP: which are answered, by what, and which are refused.
+
+Invariant: every path that the SDK 0.36 to 0.38 has is in `PATHS`, which `docs/serve.md` shows. A
+request without the server's key is not read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from treadle.serve.errors import ApiError, refused
+from treadle.serve.service import Service
+from treadle.serve.training import MODEL_KINDS
+
+__all__ = ["PATHS", "make_app"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_BODY: Final = 256 << 20
+_PREFIX: Final = "/api/v1"
+_PROTOBUF: Final = "application/x-protobuf"
+_CLIENT_CONFIG: Final[Mapping[str, Any]] = MappingProxyType(
+    # The SDK's defaults, under which it asks for no path that is refused below.
+    {
+        "pjwt_auth_enabled": False,
+        "proto_compress_fwdbwd": False,
+        "sample_use_retrieve_futures": False,
+        "custom_loss_server_side": False,
+        "sample_join_sampling_session": False,
+    }
+)
+
+Given = Mapping[str, Any]
+Handler = Callable[[Service, Request, Given], Any]
+_Refusal = tuple[str, str]
+
+
+def _page(request: Request, limit: int = 20) -> tuple[int, int]:
+    try:
+        offset, size = (
+            int(request.query_params.get(name, default))
+            for name, default in (("offset", 0), ("limit", limit))
+        )
+    except ValueError:
+        raise ApiError(f"{request.url.query}: offset and limit are numbers") from None
+    return max(0, offset), min(max(1, size), 10_000)
+
+
+def _of_model(kind: str) -> Handler:
+    return lambda service, _, given: service.model_request(kind, given)
+
+
+def _parameter(request: Request, *names: str) -> tuple[str, ...]:
+    return tuple(request.path_params[name] for name in names)
+
+
+_RUN: Final = "/training_runs/{model}"
+_CHECKPOINT: Final = _RUN + "/checkpoints/{checkpoint:path}"
+_ONE_CHECKPOINT: Final = ("model", "checkpoint")
+_NO_PROJECTS = "projects", "sessions belong to the server's owner; leave project_id out"
+_NO_BILLING = "billing", "it is your own machine; see the directory's size"
+_NO_SHARING = "public checkpoints", "export the weights (save_weights_external) and share the files"
+_NO_KEYS = "key management", "the server's key is in the file `key` of its directory"
+
+PATHS: Final[Mapping[tuple[str, str], Handler | _Refusal]] = MappingProxyType(
+    {
+        ("GET", "/healthz"): lambda *_: {"status": "ok"},
+        ("POST", "/client/config"): lambda *_: _CLIENT_CONFIG,
+        ("POST", "/client/dynamic_config"): lambda *_: {"sample_cancel_enabled": True},
+        ("POST", "/telemetry"): lambda *_: {"status": "accepted"},
+        ("GET", "/get_server_capabilities"): lambda service, *_: service.capabilities(),
+        ("POST", "/create_session"): lambda service, _, given: service.create_session(given),
+        ("POST", "/session_heartbeat"): lambda service, _, given: service.heartbeat(given),
+        ("GET", "/sessions"): lambda service, request, _: service.sessions(*_page(request)),
+        ("GET", "/sessions/{session}"): (
+            lambda service, request, _: service.session(*_parameter(request, "session"))
+        ),
+        ("POST", "/sessions/{session}/finish"): (
+            lambda service, request, _: service.finish_session(*_parameter(request, "session"))
+        ),
+        ("POST", "/create_model"): lambda service, _, given: service.create_model(given),
+        ("POST", "/unload_model"): lambda service, _, given: service.unload_model(given),
+        ("POST", "/get_info"): lambda service, _, given: service.get_info(given),
+        ("POST", "/load_weights"): lambda service, _, given: service.load_weights(given),
+        **{("POST", f"/{kind}"): _of_model(kind) for kind in MODEL_KINDS if kind != "load_weights"},
+        ("POST", "/create_sampling_session"): (
+            lambda service, _, given: service.create_sampler(given)
+        ),
+        ("POST", "/asample"): lambda service, _, given: service.sample(given),
+        ("POST", "/cancel_future"): lambda service, _, given: service.cancel(given),
+        ("POST", "/retrieve_future"): lambda service, _, given: service.result(given),
+        ("GET", "/samplers/{sampler}"): (
+            lambda service, request, _: service.sampler(*_parameter(request, "sampler"))
+        ),
+        ("POST", "/weights_info"): lambda service, _, given: service.weights_info(given),
+        ("POST", "/copy_weights"): lambda service, _, given: service.copy_weights(given),
+        ("GET", "/training_runs"): lambda service, request, _: service.runs(*_page(request)),
+        ("GET", _RUN): lambda service, request, _: service.run(*_parameter(request, "model")),
+        ("GET", "/checkpoints"): lambda service, request, _: service.checkpoints(*_page(request)),
+        ("GET", _RUN + "/checkpoints"): (
+            lambda service, request, _: service.checkpoints_of(*_parameter(request, "model"))
+        ),
+        ("GET", _CHECKPOINT + "/external_weights_urls"): (
+            lambda service, request, _: service.exported_files(
+                *_parameter(request, *_ONE_CHECKPOINT)
+            )
+        ),
+        ("POST", _CHECKPOINT + "/publish"): _NO_SHARING,
+        ("DELETE", _CHECKPOINT + "/publish"): _NO_SHARING,
+        ("PUT", _CHECKPOINT + "/ttl"): (
+            lambda service, request, given: service.set_expiry(given, **request.path_params)
+        ),
+        ("DELETE", _CHECKPOINT): (
+            lambda service, request, _: service.delete_checkpoint(
+                *_parameter(request, *_ONE_CHECKPOINT)
+            )
+        ),
+        ("POST", "/forward_backward"): lambda service, _, given: service.passes(given["body"]),
+        ("POST", "/retrieve_futures"): (
+            "polls of many futures",
+            "use the client's defaults, which ask for each by retrieve_future",
+        ),
+        ("POST", "/join_sampling_session"): (
+            "numbers for copies of a sampling client",
+            "use the client's defaults, under which copies number themselves",
+        ),
+        ("POST", "/create_custom_loss"): (
+            "losses that clients upload",
+            "use the client's defaults, under which custom losses run in the client",
+        ),
+        ("POST", "/auth/token"): _NO_KEYS,
+        ("GET", "/auth/apikey/me"): _NO_KEYS,
+        ("DELETE", "/auth/apikey/me"): _NO_KEYS,
+        ("GET", "/audit"): ("audit log", "see logs/serve.log in the server's directory"),
+        ("GET", "/billing/usage/events"): _NO_BILLING,
+        ("GET", "/billing/usage/checkpoints/current"): _NO_BILLING,
+        ("PUT", "/sessions/{session}/project"): _NO_PROJECTS,
+        ("GET", "/sessions/search"): ("search of sessions", "list them"),
+        ("GET", "/sessions/{session}/trace_export"): (
+            "export of traces",
+            "keep what the client sends and receives there",
+        ),
+    }
+)
+"""By method and path below /api/v1: what answers, or what is refused and what to do instead."""
+
+
+def make_app(service: Service, key: str) -> Starlette:
+    """Returns the application, for clients that send the key as X-API-Key."""
+    # Paths without parameters first, and longer ones before those that a parameter would swallow.
+    ordered = sorted(PATHS.items(), key=lambda each: ("{" in each[0][1], -len(each[0][1])))
+    return Starlette(
+        routes=[
+            Route(_PREFIX + path, _endpoint(service, key, path, answer), methods=[method])
+            for (method, path), answer in ordered
+        ]
+    )
+
+
+def _endpoint(
+    service: Service, key: str, path: str, answer: Handler | _Refusal
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        try:
+            if path != "/healthz" and not _is_allowed(request, key):
+                raise ApiError(
+                    "the key is not the server's: set TINKER_API_KEY to what is in the file `key` "
+                    "of its directory",
+                    status=401,
+                )
+            if isinstance(answer, tuple):
+                raise refused(*answer)
+            given = await _read(request)
+            done = answer(service, request, given)
+            if isinstance(done, Awaitable):
+                answered = await done
+                return Response(answered.body, media_type=answered.type)
+            return Response(status_code=204) if done is None else JSONResponse(dict(done))
+        except ApiError as error:
+            return _error(str(error), error.status)
+        except (AttributeError, KeyError, TypeError) as error:
+            _log.info("%s", path, exc_info=error)
+            return _error(f"the body does not fit {path}: {type(error).__name__}: {error}", 400)
+
+    return endpoint
+
+
+def _is_allowed(request: Request, key: str) -> bool:
+    given = request.headers.get("x-api-key") or request.headers.get("authorization", "")
+    return hmac.compare_digest(given.removeprefix("Bearer ").encode(), key.encode())
+
+
+async def _read(request: Request) -> Given:
+    """Returns the body: of JSON its object, of protobuf its bytes, as `body`."""
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > _MAX_BODY:
+                raise ApiError(
+                    f"the request is longer than {_MAX_BODY} bytes: send less", status=413
+                )
+    except ClientDisconnect:
+        raise ApiError("the client has left") from None
+    if encoding := request.headers.get("content-encoding"):
+        raise refused(f"content-encoding {encoding}", "send bodies as they are, the default")
+    if request.headers.get("content-type", "").startswith(_PROTOBUF):
+        return {"body": bytes(body)}
+    if not body:
+        return {}
+    try:
+        given = json.loads(body)
+    except ValueError as error:
+        raise ApiError(f"the body is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise ApiError(f"the body is a {type(given).__name__}, and must be an object")
+    return given
+
+
+def _error(message: str, status: int) -> Response:
+    return JSONResponse({"detail": message}, status_code=status)

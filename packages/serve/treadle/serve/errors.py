@@ -1,0 +1,37 @@
+"""Errors as the SDK reads them: a status of HTTP, or the category of a future that failed."""
+
+from typing import Literal
+
+__all__ = ["ApiError", "gone", "refused", "unknown"]
+
+
+class ApiError(Exception):
+    """A request cannot be answered; the message names the cause, the value and the fix.
+
+    Attributes:
+        status: Status of HTTP, where the error is found before the request is accepted. The SDK
+            repeats 408, 409, 429 and those from 500 on.
+        category: Owner of the fault, for a future that fails with it.
+    """
+
+    def __init__(
+        self, message: str, *, status: int = 400, category: Literal["user", "server"] = "user"
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.category = category
+
+
+def refused(what: str, instead: str) -> ApiError:
+    """Returns the error about something that is not served, and what to do instead."""
+    return ApiError(f"treadle serve has no {what}: {instead}")
+
+
+def unknown(what: str, value: object, fix: str) -> ApiError:
+    """Returns the error about something that does not exist."""
+    return ApiError(f"there is no {what} {value!r}: {fix}", status=404)
+
+
+def gone(what: str, value: object, fix: str) -> ApiError:
+    """Returns the error about something that is there no longer, so that it is asked for anew."""
+    return ApiError(f"{what} {value!r} is gone: {fix}", status=410)

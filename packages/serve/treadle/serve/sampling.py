@@ -1,0 +1,287 @@
+"""Sampling: from the weights that a request names, on servers that hold one set of weights.
+
+Requests wait in a line. Those for the weights that the servers hold run at once; when one for other
+weights comes to the head of the line, the servers are given these as soon as what runs has ended,
+and all requests for them run together. So each set of weights has its turn.
+
+Invariants:
+
+1. A completion is sampled from the weights of its request and no others.
+2. One task uses the pool of servers; it alone gives them weights and lets restarted ones in.
+
+A request waits for its turn and for the servers; the client's poll waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from treadle.agent_loop import Completion, FinishReason, RequestContext, SamplingParams
+from treadle.agent_loop.errors import AgentLoopError, GenerationError
+from treadle.agent_loop.hf import HfRenderer
+from treadle.policy.weight_sync.client import WeightSyncClient
+from treadle.policy.weight_sync.errors import WeightSyncError
+from treadle.policy.weight_sync.publisher import PublishReport
+from treadle.serve.errors import ApiError, gone
+from treadle.serve.policies import Policies, Policy, Shape
+from treadle.serve.store import Answer, Store
+from treadle.serve.wire import Sampled, encode_sample
+from treadle.trainer.rollout.server_pool import ServerPool
+
+__all__ = ["SampleRequest", "Sampler"]
+
+_log = logging.getLogger(__name__)
+
+_MAX_WAITING: Final = 8192
+_MAX_ANSWERS: Final = 16384
+"""Answers that are kept for clients that have not asked for them, or ask again."""
+_ATTEMPTS: Final = 3
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class SampleRequest:
+    """One request.
+
+    Attributes:
+        content: State whose weights sample; None: the base model's.
+        scored: Whether log-probabilities of the prompt are answered.
+        prompt_logprobs_from: The first id that has one; None: none has.
+        stops: Texts that end a completion.
+    """
+
+    name: str
+    content: str | None
+    prompt: Sequence[int]
+    params: Sequence[SamplingParams]
+    scored: bool
+    prompt_logprobs_from: int | None
+    stops: Sequence[str]
+    attempts: int = 0
+    answer: Answer | None = None
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Sampler:
+    """Samples with the servers of a pool, which it gives weights."""
+
+    def __init__(
+        self, store: Store, policies: Policies, renderer: HfRenderer, *, at_once: int
+    ) -> None:
+        """Args: at_once: Maximum number of completions that are computed at a time."""
+        self._store = store
+        self._policies = policies
+        self._renderer = renderer
+        self._slots = asyncio.Semaphore(at_once)
+        self._requests: OrderedDict[str, SampleRequest] = OrderedDict()
+        self._line: deque[SampleRequest] = deque()
+        self._running: dict[asyncio.Task[None], SampleRequest] = {}
+        self._news = asyncio.Event()
+        self._held: str | None = None
+        self._publishing: str | None = None
+        self._version = 0
+        self._disturbed = False
+
+    async def publish(self, version: int, servers: Sequence[WeightSyncClient]) -> PublishReport:
+        """Gives servers the weights that it is their turn to have; the pool calls it."""
+        content = self._publishing
+        policy = await self._source(content)
+
+        async def send() -> PublishReport:
+            # Adapters begin at nothing, so a new model has the weights of the base.
+            state = policy.initial() if content is None else content
+            assert state is not None, "it is saved when a policy starts"
+            await policy.take_up(state)
+            return await policy.publisher.publish(version, servers)
+
+        return await policy.use(send)
+
+    async def _source(self, content: str | None) -> Policy:
+        """Returns a policy that can send the weights of a state."""
+        if content is None:
+            policy = self._policies.any
+            assert policy is not None, "a policy gave the servers the weights that they hold"
+            return policy
+        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
+        if row is None:
+            raise gone("sampler weights", content, "save them again, under a name")
+        return await self._policies.of(Shape.read(row["shape"]))
+
+    def add(self, request: SampleRequest) -> None:
+        """Puts a request into the line, once.
+
+        Raises:
+            ApiError: The line is full.
+        """
+        if request.name in self._requests:
+            return
+        if len(self._line) >= _MAX_WAITING:
+            raise ApiError(f"{_MAX_WAITING} requests to sample wait: try again", status=429)
+        self._requests[request.name] = request
+        while len(self._requests) > _MAX_ANSWERS:
+            oldest = next(iter(self._requests.values()))
+            if not oldest.done.is_set():
+                break
+            del self._requests[oldest.name]
+        self._line.append(request)
+        self._news.set()
+
+    def cancel(self, name: str) -> None:
+        """Ends a request that nobody waits for any more."""
+        if (request := self._requests.get(name)) is None or request.done.is_set():
+            return
+        if request in self._line:
+            self._line.remove(request)
+        for task, running in self._running.items():
+            if running is request:
+                task.cancel()
+        self._fail(request, ApiError(f"request {name} was cancelled"))
+
+    async def answer(self, name: str, wait_s: float) -> Answer | None:
+        """Returns the answer to a request; None: not yet.
+
+        Raises:
+            ApiError: There is no such request.
+        """
+        if (request := self._requests.get(name)) is None:
+            raise gone("request to sample", name, "send it again")
+        try:
+            async with asyncio.timeout(wait_s):
+                await request.done.wait()
+        except TimeoutError:
+            return None
+        return request.answer
+
+    async def run(self, pool: ServerPool) -> None:
+        """Serves the line, until it is cancelled; raises if no server is left."""
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._line and await self._serve_head(pool):
+                    pass
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _serve_head(self, pool: ServerPool) -> bool:
+        """Starts the head of the line and all for the same weights; returns False if it waits."""
+        content = self._line[0].content
+        if content != self._held or self._disturbed:
+            if self._running:
+                return False  # the end of the last one is news
+            try:
+                await self._turn_to(content, pool)
+            except (AgentLoopError, ApiError, WeightSyncError) as error:
+                _log.warning("cannot sample from %s: %s", content, error)
+                told = (
+                    error
+                    if isinstance(error, ApiError)
+                    else ApiError(str(error), category="server")
+                )
+                for request in self._taken(content):
+                    self._fail(request, told)
+                return True
+        for request in self._taken(content):
+            task = asyncio.create_task(self._sample(request, pool), name=request.name)
+            self._running[task] = request
+            task.add_done_callback(self._ended)
+        return True
+
+    def _taken(self, content: str | None) -> list[SampleRequest]:
+        taken = [request for request in self._line if request.content == content]
+        self._line = deque(request for request in self._line if request.content != content)
+        return taken
+
+    async def _turn_to(self, content: str | None, pool: ServerPool) -> None:
+        if self._disturbed:
+            self._publishing = self._held
+            await pool.ensure_healthy()
+            self._disturbed = False
+        if content != self._held:
+            self._publishing = content
+            self._held = "?"  # until all servers have them
+            self._version += 1
+            await pool.sync_weights(self._version)
+            self._held = content
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        request = self._running.pop(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("request %s failed", request.name, exc_info=error)
+            told = ApiError(f"{type(error).__name__}: {error}", category="server")
+            self._fail(request, told)
+        self._news.set()
+
+    def _fail(self, request: SampleRequest, error: ApiError) -> None:
+        request.answer = Answer.of({"error": str(error), "category": error.category})
+        request.done.set()
+
+    async def _sample(self, request: SampleRequest, pool: ServerPool) -> None:
+        request.attempts += 1
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._complete(request, number, pool))
+                    for number in range(len(request.params))
+                ]
+        except ExceptionGroup as several:
+            error = several.exceptions[0]
+            if not isinstance(error, GenerationError):
+                raise
+            if error.retryable and request.attempts < _ATTEMPTS:
+                self._disturbed = True
+                self._line.appendleft(request)
+            else:
+                category: Any = "server" if error.retryable else "user"
+                self._fail(request, ApiError(str(error), category=category))
+            return
+        completions = [task.result() for task in tasks]
+        prompt_logprobs = None
+        if request.scored:
+            known = completions[0].prompt_logprobs
+            prompt_logprobs = [*[math.nan] * (len(request.prompt) - len(known)), *known]
+        body = encode_sample([self._cut(each, request) for each in completions], prompt_logprobs)
+        request.answer = Answer(body=body, type="application/x-protobuf")
+        request.done.set()
+
+    async def _complete(self, request: SampleRequest, number: int, pool: ServerPool) -> Completion:
+        async with self._slots:
+            generator = pool.generator
+            name = f"{request.name}:{number}:{request.attempts}"
+            scored = request.prompt_logprobs_from if number == 0 else None
+            try:
+                return await generator.generate(
+                    request.prompt,
+                    request.params[number],
+                    request=RequestContext(
+                        request_id=name,
+                        session_id=name,
+                        deadline=math.inf,
+                        min_weight_version=self._version,
+                        prompt_logprobs_from=scored,
+                    ),
+                )
+            finally:
+                generator.finish_session(name)
+
+    def _cut(self, completion: Completion, request: SampleRequest) -> Sampled:
+        """Returns a completion up to its first stop, which stays."""
+        tokens = completion.token_ids
+        logprobs = [value for chunk in completion.chunks for value in chunk.logprobs]
+        stopped = completion.finish is not FinishReason.LENGTH
+        if request.stops and any(stop in self._renderer.decode(tokens) for stop in request.stops):
+            low, high = 0, len(tokens)  # the fewest tokens whose text has a stop
+            while high - low > 1:
+                middle = (low + high) // 2
+                text = self._renderer.decode(tokens[:middle])
+                found = any(stop in text for stop in request.stops)
+                low, high = (low, middle) if found else (middle, high)
+            tokens, logprobs, stopped = tokens[:high], logprobs[:high], True
+        return Sampled(tokens=tokens, logprobs=logprobs, stopped=stopped)

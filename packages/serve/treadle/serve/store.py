@@ -1,0 +1,179 @@
+"""What the service must not forget: a database, and the states of the policy in directories.
+
+Invariant: a state is written whole before a row names it, and removed when none does. What a client
+was told is in the database first: its requests to train, in their order, until their effect is in a
+state, and their answers.
+
+The database is SQLite's; each method is one transaction.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+__all__ = ["Answer", "Store"]
+
+_SCHEMA: Final = """
+CREATE TABLE IF NOT EXISTS sessions (
+  id TEXT PRIMARY KEY, created REAL, seen REAL, finished INTEGER DEFAULT 0, info TEXT);
+CREATE TABLE IF NOT EXISTS contents (
+  id TEXT PRIMARY KEY, shape TEXT, initial INTEGER DEFAULT 0, seed INTEGER);
+CREATE TABLE IF NOT EXISTS models (
+  id TEXT PRIMARY KEY, session TEXT, shape TEXT, content TEXT, applied INTEGER DEFAULT 0,
+  used REAL, alive INTEGER DEFAULT 1, metadata TEXT);
+CREATE TABLE IF NOT EXISTS requests (
+  id TEXT PRIMARY KEY, model TEXT, seq INTEGER, kind TEXT, body BLOB, answer BLOB, type TEXT);
+CREATE INDEX IF NOT EXISTS by_model ON requests (model, seq);
+CREATE TABLE IF NOT EXISTS checkpoints (
+  path TEXT PRIMARY KEY, model TEXT, kind TEXT, name TEXT, content TEXT, created REAL,
+  expires REAL, metadata TEXT, size INTEGER);
+CREATE TABLE IF NOT EXISTS samplers (
+  id TEXT PRIMARY KEY, session TEXT, model TEXT, path TEXT, content TEXT, created REAL);
+"""
+_KEPT_ANSWERS: Final = 512
+"""Answers of a model that are kept after their effect is in a state."""
+_KEPT_SAMPLERS: Final = 16
+"""Sampling sessions of a model without a name that are kept, the newest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a request, as it is sent.
+
+    Attributes:
+        type: Content type of the body.
+    """
+
+    body: bytes
+    type: str
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Answer:
+        """Returns an answer in JSON."""
+        return cls(body=json.dumps(values).encode(), type="application/json")
+
+
+class Store:
+    """The database and the directories of a service."""
+
+    def __init__(self, directory: Path) -> None:
+        """Opens them; they are made if missing."""
+        self.states = directory / "states"
+        self.states.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(directory / "service.db", isolation_level=None)
+        self._db.row_factory = sqlite3.Row
+        self._db.execute("PRAGMA journal_mode=WAL")
+        self._db.executescript(_SCHEMA)
+        self.sweep()
+        known = {row["id"] for row in self.rows("SELECT id FROM contents")}
+        for state in self.states.iterdir():  # of a process that was killed while it wrote
+            if state.name not in known:
+                shutil.rmtree(state, ignore_errors=True)
+
+    def close(self) -> None:
+        """Closes the database."""
+        self._db.close()
+
+    def rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        """Returns the rows of a query."""
+        return self._db.execute(query, values).fetchall()
+
+    def row(self, query: str, *values: Any) -> sqlite3.Row | None:
+        """Returns the first row of a query, if there is one."""
+        found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
+        return found
+
+    def write(self, *statements: tuple[Any, ...]) -> None:
+        """Executes statements, each with its values, in one transaction."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, *values in statements:
+                self._db.execute(statement, values)
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    # --- states ------------------------------------------------------------------------------
+
+    def new_state(self) -> Path:
+        """Returns a directory that does not exist, for a state."""
+        return self.states / uuid.uuid4().hex
+
+    def size(self, content: str) -> int:
+        """Returns the bytes of a state."""
+        return sum(file.stat().st_size for file in (self.states / content).rglob("*"))
+
+    def sweep(self) -> None:
+        """Removes what has expired, and the states that nothing names."""
+        self.write(
+            ("DELETE FROM checkpoints WHERE expires IS NOT NULL AND expires < ?", time.time()),
+            (
+                "DELETE FROM samplers WHERE path IS NULL AND model IS NOT NULL AND (SELECT "
+                "COUNT(*) FROM samplers AS newer WHERE newer.model = samplers.model AND "
+                "newer.path IS NULL AND newer.created > samplers.created) >= ?",
+                _KEPT_SAMPLERS,
+            ),
+        )
+        unused = [
+            row["id"]
+            for row in self.rows(
+                "SELECT id FROM contents WHERE NOT initial AND id NOT IN (SELECT content FROM "
+                "models WHERE alive AND content IS NOT NULL UNION SELECT content FROM checkpoints "
+                "WHERE content IS NOT NULL UNION SELECT content FROM samplers WHERE content IS "
+                "NOT NULL)"
+            )
+        ]
+        for content in unused:
+            self.write(("DELETE FROM contents WHERE id = ?", content))
+            shutil.rmtree(self.states / content, ignore_errors=True)
+
+    # --- requests to train -------------------------------------------------------------------
+
+    def accept(self, request: str, model: str, seq: int, kind: str, body: bytes) -> None:
+        """Writes down a request before its client is told that it is accepted."""
+        self.write(
+            (
+                "INSERT INTO requests (id, model, seq, kind, body) VALUES (?, ?, ?, ?, ?)",
+                *(request, model, seq, kind, body),
+            ),
+            ("UPDATE models SET used = ? WHERE id = ?", time.time(), model),
+        )
+
+    def answer_of(self, request: str) -> Answer | None:
+        """Returns the answer to a request, if there is one."""
+        row = self.row("SELECT answer, type FROM requests WHERE id = ?", request)
+        if row is None or row["type"] is None:
+            return None
+        return Answer(body=row["answer"], type=row["type"])
+
+    def answered(self, request: str, answer: Answer, *more: tuple[Any, ...]) -> None:
+        """Writes down an answer, and with it what else the request has changed."""
+        self.write(
+            (
+                "UPDATE requests SET answer = ?, type = ? WHERE id = ?",
+                *(answer.body, answer.type, request),
+            ),
+            *more,
+        )
+
+    def moved(self, model: str, seq: int, content: str) -> Sequence[tuple[Any, ...]]:
+        """Returns the statements by which a model has a new state, that of its request `seq`."""
+        return (
+            (
+                "INSERT INTO contents (id, shape) SELECT ?, shape FROM models WHERE id = ? ON "
+                "CONFLICT DO NOTHING",
+                *(content, model),
+            ),
+            ("UPDATE models SET content = ?, applied = ? WHERE id = ?", content, seq, model),
+            ("UPDATE requests SET body = NULL WHERE model = ? AND seq <= ?", model, seq),
+            ("DELETE FROM requests WHERE model = ? AND seq < ?", model, seq - _KEPT_ANSWERS),
+        )

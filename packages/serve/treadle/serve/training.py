@@ -1,0 +1,500 @@
+"""The models of a service: their requests in order, each applied once.
+
+A request to train has a number, and its model takes requests in the order of their numbers, however
+they arrive. A request that comes again is the one that came before.
+
+Invariant: what a step of the optimizer has done is in the database together with its answer, or
+has not been done. After a restart the requests behind the last state are done again: gradients are
+computed anew, from the same weights and data.
+
+A model waits for its turn, which it shares with the models of its shape, and for its policy. Who
+asks for an answer waits for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from treadle.policy.client.types import TokenValues
+from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.policy.v1.checkpoint_service_pb2 import SaveAdapterRequest, SaveHfRequest
+from treadle.serve.batches import Batch, make_batch
+from treadle.serve.errors import ApiError, refused, unknown
+from treadle.serve.policies import Policies, Shape
+from treadle.serve.store import Answer, Store
+from treadle.serve.wire import encode_output, read_passes
+
+__all__ = ["MODEL_KINDS", "Models"]
+
+_log = logging.getLogger(__name__)
+
+_PROTOBUF: Final = "application/x-protobuf"
+_CREATED: Final = 0
+"""Number of the request that creates a model."""
+_ABANDONED_S: Final = 3600.0
+"""How long a client has given no heartbeat when its models may make room for others."""
+_MAX_WAITING: Final = 1024
+"""Requests of a model that wait."""
+_SEGMENTS: Final = {
+    "save_weights": "weights",
+    "save_weights_for_sampler": "sampler_weights",
+    "save_weights_external": "external_weights",
+}
+MODEL_KINDS: Final = ("optim_step", "load_weights", *_SEGMENTS)
+"""Requests to a model in JSON, by the names of their paths."""
+
+
+class Models:
+    """The models of a service.
+
+    Args:
+        vocab_size: Ids of the base model are below it.
+        context_length: Maximum number of tokens of a sequence.
+        architecture: The type of the base model.
+        limit: Maximum number of models at a time.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        policies: Policies,
+        *,
+        vocab_size: int,
+        context_length: int,
+        architecture: str,
+        limit: int,
+    ) -> None:
+        self.store = store
+        self.policies = policies
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        self.architecture = architecture
+        self._limit = limit
+        self._models: dict[str, _Model] = {}
+        self._answered: dict[str, asyncio.Event] = {}
+
+    def start(self) -> None:
+        """Goes on with the models of an earlier process."""
+        for row in self.store.rows("SELECT id FROM models WHERE alive"):
+            model = self._models[row["id"]] = _Model(row["id"], self)
+            model.start()
+
+    async def close(self) -> None:
+        """Stops all models where they are."""
+        tasks = [model.task for model in self._models.values() if model.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def create(
+        self, model: str, session: str, kind: str, body: Mapping[str, Any], shape: Shape
+    ) -> str:
+        """Accepts the request that creates a model; returns its name.
+
+        Raises:
+            ApiError: There are too many models.
+        """
+        request = f"{model}:{_CREATED}"
+        if self.store.row("SELECT id FROM requests WHERE id = ?", request) is not None:
+            return request
+        if len(self._models) >= self._limit and not self._unload_abandoned():
+            raise ApiError(
+                f"the server has {self._limit} models, as many as --max-models: unload one, or "
+                "start it with more"
+            )
+        self.store.write(
+            (
+                "INSERT INTO models (id, session, shape, applied, used, metadata) VALUES "
+                "(?, ?, ?, -1, ?, ?)",
+                *(model, session, shape.text, time.time()),
+                json.dumps(body.get("user_metadata")),
+            )
+        )
+        made = self._models[model] = _Model(model, self)
+        made.start()
+        made.accept(_CREATED, kind, json.dumps(dict(body)).encode())
+        return request
+
+    def _unload_abandoned(self) -> bool:
+        """Frees the model that was used last longest ago, of those whose clients have gone."""
+        row = self.store.row(
+            "SELECT models.id FROM models JOIN sessions ON sessions.id = models.session WHERE "
+            "alive AND seen < ? AND used < ? ORDER BY used",
+            *(time.time() - _ABANDONED_S, time.time() - _ABANDONED_S),
+        )
+        if row is None or row["id"] not in self._models:
+            return False
+        _log.warning("model %s makes room: its client has gone", row["id"])
+        self.unload(row["id"])
+        return True
+
+    def accept(self, model: str, seq: int, kind: str, body: bytes) -> str:
+        """Accepts a request to a model, once; returns its name.
+
+        Raises:
+            ApiError: There is no such model, or too much waits for it.
+        """
+        found = self._models.get(model)
+        if found is None:
+            raise unknown("model", model, "it was unloaded, or never created; create it first")
+        if not isinstance(seq, int) or seq <= _CREATED:
+            raise ApiError(f"seq_id={seq!r} of model {model}: number its requests from 1")
+        return found.accept(seq, kind, body)
+
+    def unload(self, model: str) -> None:
+        """Frees a model; its checkpoints stay.
+
+        Raises:
+            ApiError: There is no such model.
+        """
+        found = self._models.pop(model, None)
+        if found is None:
+            raise unknown("model", model, "it was unloaded already, or never created")
+        found.ended = True  # after what it does now: ranks cannot be interrupted
+        self.store.write(
+            ("UPDATE models SET alive = 0 WHERE id = ?", model),
+            ("UPDATE requests SET body = NULL WHERE model = ?", model),
+        )
+        self.store.sweep()
+
+    async def answer(self, request: str, wait_s: float) -> Answer | None:
+        """Returns the answer to a request; None: not yet.
+
+        Raises:
+            ApiError: There is no such request.
+        """
+        if (answer := self.store.answer_of(request)) is not None:
+            return answer
+        model = request.rpartition(":")[0]
+        if self.store.row("SELECT id FROM requests WHERE id = ?", request) is None:
+            raise unknown("request", request, "it was never made, or its answer is too old")
+        if model not in self._models:
+            raise unknown("model", model, "it was unloaded before it came to this request")
+        event = self._answered.setdefault(request, asyncio.Event())
+        try:
+            async with asyncio.timeout(wait_s):
+                await event.wait()
+        except TimeoutError:
+            return None
+        return self.store.answer_of(request)
+
+    def tell(self, request: str) -> None:
+        """Wakes who waits for an answer."""
+        if (event := self._answered.pop(request, None)) is not None:
+            event.set()
+
+
+class _Model:
+    """One model: what it has been asked, and the task that does it."""
+
+    def __init__(self, name: str, models: Models) -> None:
+        self._name = name
+        self._models = models
+        self._store = models.store
+        row = self._store.row("SELECT shape, content, applied FROM models WHERE id = ?", name)
+        assert row is not None
+        self._shape = Shape.read(row["shape"])
+        self._content: str | None = row["content"]
+        self._next = row["applied"] + 1
+        self._gradients: list[tuple[str, Batch]] = []
+        self._waiting: dict[int, tuple[str, bytes]] = {}
+        self._news = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self.ended = False
+        for each in self._store.rows(
+            "SELECT id, seq, kind, body, type FROM requests WHERE model = ? AND seq >= ? AND body "
+            "IS NOT NULL ORDER BY seq",
+            *(name, self._next),
+        ):
+            if each["type"] is None:
+                self._waiting[each["seq"]] = each["kind"], each["body"]
+                continue
+            self._next = each["seq"] + 1  # it was answered, and only gradients must come again
+            if each["kind"] == "forward_backward" and each["type"] == _PROTOBUF:
+                batch = self._batch(each["body"])
+                if not batch.forward_only and any(s.num_loss_tokens for s in batch.sequences):
+                    self._gradients.append((each["id"], batch))
+
+    def start(self) -> None:
+        """Begins to work."""
+        self.task = asyncio.create_task(self._work(), name=f"model {self._name}")
+        self._news.set()
+
+    def accept(self, seq: int, kind: str, body: bytes) -> str:
+        """See `Models.accept`."""
+        request = f"{self._name}:{seq}"
+        if seq < self._next or seq in self._waiting:
+            return request  # it came before
+        if len(self._waiting) >= _MAX_WAITING:
+            raise ApiError(
+                f"{_MAX_WAITING} requests wait for model {self._name}: wait for answers", status=429
+            )
+        self._store.accept(request, self._name, seq, kind, body)
+        self._waiting[seq] = kind, body
+        self._news.set()
+        return request
+
+    async def _work(self) -> None:
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._next in self._waiting and not self.ended:
+                async with self._models.policies.turn(self._shape):
+                    await self._take_turn()
+
+    async def _take_turn(self) -> None:
+        """Does what waits, up to a step: another model would take up the policy in between."""
+        kind = ""
+        while kind != "optim_step" and self._next in self._waiting and not self.ended:
+            seq = self._next
+            kind, body = self._waiting[seq]
+            await self._do(seq, kind, body)
+            del self._waiting[seq]
+
+    async def _do(self, seq: int, kind: str, body: bytes) -> None:
+        request = f"{self._name}:{seq}"
+        changes: Sequence[tuple[Any, ...]] = ()
+        try:
+            if kind == "forward_backward":
+                answer = await self._pass(request, body)
+            else:
+                answer, changes = await self._execute(seq, kind, json.loads(body))
+        except ApiError as error:
+            answer = _failed(str(error), error.category)
+        except Exception as error:  # a defect of the service must not stop the model
+            _log.exception("request %s failed", request)
+            answer = _failed(f"{type(error).__name__}: {error}", "server")
+        self._next = seq + 1
+        self._store.answered(request, answer, *changes)
+        self._models.tell(request)
+        if self._content is None and not self.ended:
+            self._models.unload(self._name)  # it could not be created
+        elif changes:
+            self._store.sweep()
+
+    async def _execute(
+        self, seq: int, kind: str, given: Mapping[str, Any]
+    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+        """Returns the answer to a request in JSON, and what it changes in the database."""
+        match kind:
+            case "create_model":
+                policy = await self._models.policies.of(self._shape)
+
+                seed = (given.get("lora_config") or {}).get("seed") or 0
+                self._content = await policy.use(lambda: policy.begin(seed))
+                answer = Answer.of({"type": "create_model", "model_id": self._name})
+                return answer, self._store.moved(self._name, seq, self._content)
+            case "load_weights":
+                return await self._load(seq, given)
+            case "optim_step":
+                return await self._step(seq, given)
+        return await self._save(kind, given)
+
+    # --- passes and steps ----------------------------------------------------------------------
+
+    def _batch(self, body: bytes) -> Batch:
+        return make_batch(
+            read_passes(body),
+            vocab_size=self._models.vocab_size,
+            context_length=self._models.context_length,
+        )
+
+    def _state(self) -> str:
+        """Returns the model's state.
+
+        Raises:
+            ApiError: It could not be created.
+        """
+        if self._content is None:
+            raise ApiError(f"model {self._name} has no weights, because it could not be created")
+        return self._content
+
+    async def _pass(self, request: str, body: bytes) -> Answer:
+        batch, content = self._batch(body), self._state()
+        counted = sum(sequence.num_loss_tokens for sequence in batch.sequences)
+        logprobs_M: NDArray[np.float32] = np.zeros(0, np.float32)
+        loss = 0.0
+        policy = await self._models.policies.of(self._shape)
+
+        async def forward() -> bytes:
+            await policy.take_up(content)
+            asked = pb.LogProbsRequest(temperature=1.0)
+            logprobs: bytes = (await policy.call(asked, batch.sequences))[0].logprobs
+            return logprobs
+
+        async def both() -> pb.ForwardBackwardResponse:
+            await policy.take_up(content, self._gradients)
+            return await policy.add_gradient(request, batch)
+
+        if counted and batch.forward_only:
+            logprobs_M = np.frombuffer(await policy.use(forward), "<f4")
+        elif counted:
+            response = await policy.use(both)
+            self._gradients.append((request, batch))
+            logprobs_M, loss = TokenValues.of(response.tokens).logprobs_M, response.loss
+        logprobs = batch.of_positions(logprobs_M)
+        fields = {"logprobs": logprobs}
+        if batch.loss == "cross_entropy":
+            pairs = zip(batch.factors, logprobs, strict=True)
+            fields["elementwise_loss"] = [-factors * values for factors, values in pairs]
+            if batch.forward_only:
+                loss = sum(float(x.sum(dtype=np.float64)) for x in fields["elementwise_loss"])
+        return Answer(body=encode_output({"loss:sum": loss}, fields), type=_PROTOBUF)
+
+    async def _step(
+        self, seq: int, given: Mapping[str, Any]
+    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+        settings, content = _adamw(given), self._state()
+        if not self._gradients:
+            raise ApiError("there is no gradient to step with: send forward_backward first")
+        policy = await self._models.policies.of(self._shape)
+
+        async def step() -> tuple[pb.OptimizerStepResponse, str]:
+            await policy.take_up(content, self._gradients)
+            done = await policy.step(settings)
+            return done, await policy.save()
+
+        done, moved = await policy.use(step)
+        self._content = moved
+        self._gradients.clear()
+        metrics = {
+            "optim/grad_norm": done.grad_norm,
+            "optim/lr": done.learning_rate,
+            "optim/step": float(done.step),
+            "optim/skipped": float(done.skipped),
+        }
+        return Answer.of({"metrics": metrics}), self._store.moved(self._name, seq, moved)
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    async def _load(
+        self, seq: int, given: Mapping[str, Any]
+    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+        path, content = checkpoint_content(self._store, given["path"])
+        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
+        assert row is not None
+        saved = Shape.read(row["shape"])
+        if (saved.rank, saved.targets) != (self._shape.rank, self._shape.targets):
+            raise ApiError(
+                f"{path} has adapters of rank {saved.rank} of {saved.targets}, and model "
+                f"{self._name} of rank {self._shape.rank} of {self._shape.targets}: create the "
+                "model from the checkpoint (create_training_client_from_state)"
+            )
+        policy = await self._models.policies.of(self._shape)
+
+        async def load() -> str:
+            if given.get("optimizer"):
+                return content  # the next pass takes it up
+            await policy.load(content, weights_only=True)
+            return await policy.save()
+
+        moved = await policy.use(load)
+        self._content = moved
+        self._gradients.clear()
+        answer = {"type": "load_weights", "path": path, "model_id": self._name}
+        return Answer.of(answer), self._store.moved(self._name, seq, moved)
+
+    async def _save(
+        self, kind: str, given: Mapping[str, Any]
+    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+        content, name = self._state(), given.get("path")
+        if name is None and kind == "save_weights_for_sampler":
+            return self._sampler(content, given)
+        name = str(self._next) if name is None else str(name)
+        if not name or "/" in name or name.startswith("."):
+            raise ApiError(f"{name!r} cannot name a checkpoint: use letters, digits, - and _")
+        segment = _SEGMENTS[kind]
+        path = f"tinker://{self._name}/{segment}/{name}"
+        there = self._store.row("SELECT path FROM checkpoints WHERE path = ?", path)
+        if there is not None and not given.get("overwrite"):
+            raise ApiError(f"{path} exists: choose another name, or save with overwrite=True")
+        size = self._store.size(content)
+        if kind == "save_weights_external":
+            size = await self._export(content, given, name)
+        expires = None if (ttl := given.get("ttl_seconds")) is None else time.time() + ttl
+        metadata = json.dumps(given.get("user_metadata"))
+        changes = [
+            ("DELETE FROM checkpoints WHERE path = ?", path),
+            (
+                "INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                *(path, self._name, segment, name, content, time.time(), expires, metadata, size),
+            ),
+        ]
+        return Answer.of({"type": kind, "path": path}), changes
+
+    def _sampler(
+        self, content: str, given: Mapping[str, Any]
+    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+        """Makes a sampling session with the present weights, which have no name."""
+        session = self._name.partition(":")[0]
+        sampler = f"{session}:sample:{given.get('sampling_session_seq_id')}"
+        change = (
+            "INSERT INTO samplers VALUES (?, ?, ?, NULL, ?, ?) ON CONFLICT DO NOTHING",
+            *(sampler, session, self._name, content, time.time()),
+        )
+        answer = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+        return Answer.of(answer), [change]
+
+    async def _export(self, content: str, given: Mapping[str, Any], name: str) -> int:
+        """Writes a model for others: PEFT's adapter, or all weights; returns its bytes."""
+        if given.get("age_encryption_recipients"):
+            raise refused("encryption of an export", "leave age_encryption_recipients out")
+        directory = export_directory(self._store, self._name, name)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
+        policy = await self._models.policies.of(self._shape)
+        make: Callable[..., Any] = SaveAdapterRequest if self._shape.rank else SaveHfRequest
+
+        async def write() -> None:
+            await policy.take_up(content)
+            await policy.call(make(directory=str(directory.absolute())))
+
+        await policy.use(write)
+        return sum(file.stat().st_size for file in directory.rglob("*"))
+
+
+def export_directory(store: Store, model: str, name: str) -> Any:
+    """Returns where a model is exported to."""
+    return store.states.parent / "exports" / model.replace(":", "-") / name
+
+
+def checkpoint_content(store: Store, path: str) -> tuple[str, str]:
+    """Returns the path of a checkpoint and its state.
+
+    Raises:
+        ApiError: There is no such checkpoint.
+    """
+    row = store.row(
+        "SELECT content FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)",
+        *(path, time.time()),
+    )
+    if row is None:
+        raise unknown("checkpoint", path, "see `tinker checkpoint list`, or save it first")
+    return path, row["content"]
+
+
+def _adamw(given: Mapping[str, Any]) -> pb.AdamW:
+    if "adam_params" not in given:
+        raise refused("other optimizer than Adam", "send AdamParams with optim_step")
+    adam = given["adam_params"]
+    return pb.AdamW(
+        lr=adam.get("learning_rate", 1e-4),
+        beta1=adam.get("beta1", 0.9),
+        beta2=adam.get("beta2", 0.95),
+        eps=adam.get("eps", 1e-12),
+        weight_decay=adam.get("weight_decay", 0.0),
+        grad_clip=adam.get("grad_clip_norm", 0.0),
+    )
+
+
+def _failed(message: str, category: str) -> Answer:
+    return Answer.of({"error": message, "category": category})
