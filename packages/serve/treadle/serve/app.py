@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from treadle.serve.errors import ApiError, refused
+from treadle.serve.errors import ServiceError, refused
 from treadle.serve.service import Service
 from treadle.serve.training import MODEL_KINDS
 
@@ -52,7 +52,7 @@ def _page(request: Request, limit: int = 20) -> tuple[int, int]:
             for name, default in (("offset", 0), ("limit", limit))
         )
     except ValueError:
-        raise ApiError(f"{request.url.query}: offset and limit are numbers") from None
+        raise ServiceError(f"{request.url.query}: offset and limit are numbers") from None
     return max(0, offset), min(max(1, size), 10_000)
 
 
@@ -173,7 +173,7 @@ def _endpoint(
     async def endpoint(request: Request) -> Response:
         try:
             if path != "/healthz" and not _is_allowed(request, key):
-                raise ApiError(
+                raise ServiceError(
                     "the key is not the server's: set TINKER_API_KEY to what is in the file `key` "
                     "of its directory",
                     status=401,
@@ -186,7 +186,7 @@ def _endpoint(
                 answered = await done
                 return Response(answered.body, media_type=answered.type)
             return Response(status_code=204) if done is None else JSONResponse(dict(done))
-        except ApiError as error:
+        except ServiceError as error:
             return _error(str(error), error.status)
         except (AttributeError, KeyError, TypeError) as error:
             _log.info("%s", path, exc_info=error)
@@ -207,11 +207,11 @@ async def _read(request: Request) -> Given:
         async for part in request.stream():
             body += part
             if len(body) > _MAX_BODY:
-                raise ApiError(
+                raise ServiceError(
                     f"the request is longer than {_MAX_BODY} bytes: send less", status=413
                 )
     except ClientDisconnect:
-        raise ApiError("the client has left") from None
+        raise ServiceError("the client has left") from None
     if encoding := request.headers.get("content-encoding"):
         raise refused(f"content-encoding {encoding}", "send bodies as they are, the default")
     if request.headers.get("content-type", "").startswith(_PROTOBUF):
@@ -221,9 +221,9 @@ async def _read(request: Request) -> Given:
     try:
         given = json.loads(body)
     except ValueError as error:
-        raise ApiError(f"the body is no JSON: {error}") from None
+        raise ServiceError(f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
-        raise ApiError(f"the body is a {type(given).__name__}, and must be an object")
+        raise ServiceError(f"the body is a {type(given).__name__}, and must be an object")
     return given
 
 

@@ -20,10 +20,10 @@ from treadle.agent_loop import BoolArray, FloatArray, IntArray
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.settings import to_json
-from treadle.serve.errors import ApiError, refused
+from treadle.serve.errors import ServiceError, refused
 from treadle.serve.wire import Datum, Passes
 
-__all__ = ["LOSSES", "Batch", "make_batch"]
+__all__ = ["LOSSES", "PolicyPass", "make_batch"]
 
 _MODULE: Final = "treadle.policy.algorithms.service_losses"
 
@@ -65,7 +65,7 @@ _REFUSED: Final = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class PolicyPass:
     """A forward or forward-and-backward pass, as the policy takes it.
 
     Attributes:
@@ -93,28 +93,28 @@ class Batch:
         return found
 
 
-def make_batch(passes: Passes, *, vocab_size: int, context_length: int) -> Batch:
+def make_batch(passes: Passes, *, vocab_size: int, context_length: int) -> PolicyPass:
     """Returns the batch of a request.
 
     Raises:
-        ApiError: It cannot be computed.
+        ServiceError: It cannot be computed.
     """
     if passes.loss in _REFUSED:
         raise refused(f"loss {passes.loss!r}", _REFUSED[passes.loss])
     if (loss := LOSSES.get(passes.loss)) is None:
-        raise ApiError(f"there is no loss {passes.loss!r}: use one of {', '.join(LOSSES)}")
+        raise ServiceError(f"there is no loss {passes.loss!r}: use one of {', '.join(LOSSES)}")
     if passes.forward_only and passes.loss != "cross_entropy":
         raise refused(
             f"forward with loss {passes.loss!r}",
             "use cross_entropy, whose outputs are the log-probabilities that any loss reads",
         )
     if not passes.data:
-        raise ApiError("the request has no data: send at least one datum")
+        raise ServiceError("the request has no data: send at least one datum")
     made = [
         _sequence(number, datum, passes.loss, vocab_size=vocab_size, context_length=context_length)
         for number, datum in enumerate(passes.data)
     ]
-    return Batch(
+    return PolicyPass(
         loss=passes.loss,
         algorithm=_algorithm(passes, loss),
         sequences=[sequence for sequence, _ in made],
@@ -127,12 +127,12 @@ def _algorithm(passes: Passes, loss: _Loss) -> str:
     arguments: dict[str, float] = dict(loss.settings.values())
     for name, value in passes.settings.items():
         if name not in loss.settings:
-            raise ApiError(
+            raise ServiceError(
                 f"loss {passes.loss!r} has no setting {name!r}; it has "
                 f"{', '.join(loss.settings) or 'none'}"
             )
         if not isinstance(value, float) or not math.isfinite(value):
-            raise ApiError(f"{name}={value!r} of loss {passes.loss!r}: give a finite number")
+            raise ServiceError(f"{name}={value!r} of loss {passes.loss!r}: give a finite number")
         arguments[loss.settings[name][0]] = value
     return to_json(
         AlgorithmConfig(
@@ -152,7 +152,7 @@ def _sequence(
     tokens, targets, loss = datum.tokens, datum.inputs["target_tokens"], LOSSES[name]
     length = len(tokens)
     if not 1 <= length < context_length:
-        raise ApiError(
+        raise ServiceError(
             f"datum {number} has {length} input tokens; give 1 to {context_length - 1}, as the "
             f"server's context is {context_length} tokens"
         )
@@ -161,7 +161,7 @@ def _sequence(
     inputs: dict[str, Any] = dict(datum.inputs)
     inputs.setdefault("weights", np.ones(length, np.float32))
     if missing := sorted(wanted - inputs.keys()):
-        raise ApiError(f"datum {number} has no {missing[0]}, which loss {name!r} reads: add it")
+        raise ServiceError(f"datum {number} has no {missing[0]}, which loss {name!r} reads: add it")
     if more := sorted(datum.inputs.keys() - wanted - optional - {"target_tokens"}):
         raise refused(
             f"input {more[0]!r} of loss {name!r} (datum {number})",
@@ -174,7 +174,9 @@ def _sequence(
     logprobs = np.asarray(inputs.get("logprobs", np.zeros(length)), np.float32)
     for what, values in ((loss.factors, factors), ("logprobs", logprobs)):
         if not np.isfinite(values).all():
-            raise ApiError(f"datum {number} has {what} that are not finite: give finite numbers")
+            raise ServiceError(
+                f"datum {number} has {what} that are not finite: give finite numbers"
+            )
     follows: NDArray[np.bool_] = np.ones(length, np.bool_)
     follows[:-1] = targets[:-1] == tokens[1:]
     if (wrong := np.flatnonzero(~follows & (factors != 0))).size:
@@ -192,7 +194,7 @@ def _sequence(
         used = follows.copy()  # a place holder behind the last token
         used[-1], ids[-1] = False, tokens[-1]
     if (wrong := np.flatnonzero((ids < 0) | (ids >= vocab_size))).size:
-        raise ApiError(
+        raise ServiceError(
             f"datum {number} has the token {ids[wrong[0]]}; the model has ids below {vocab_size}"
         )
 

@@ -7,8 +7,8 @@ import pytest
 
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.settings import from_json
-from treadle.serve.batches import LOSSES, Batch, make_batch
-from treadle.serve.errors import ApiError
+from treadle.serve.batches import LOSSES, PolicyPass, make_batch
+from treadle.serve.errors import ServiceError
 from treadle.serve.wire import MESSAGES, encode_output, read_passes
 
 TOKENS = [3, 4, 5, 6]
@@ -38,7 +38,7 @@ def request(loss: str = "cross_entropy", *, settings: Any = (), **changes: Any) 
     return message
 
 
-def batch_of(message: Any) -> Batch:
+def batch_of(message: Any) -> PolicyPass:
     passes = read_passes(message.SerializeToString())
     return make_batch(passes, vocab_size=16, context_length=8)
 
@@ -73,7 +73,7 @@ def test_the_settings_of_a_loss_are_the_policys(loss: str) -> None:
     algorithm = from_json(AlgorithmConfig, batch.algorithm)
     assert algorithm.loss_aggregation == "token-sum"
     assert set(algorithm.loss_args.values()) == ({1.5} if names else set())
-    with pytest.raises(ApiError, match=f"loss '{loss}' has no setting 'clip'"):
+    with pytest.raises(ServiceError, match=f"loss '{loss}' has no setting 'clip'"):
         batch_of(request(loss, settings=[("clip", 1.0)]))
 
 
@@ -111,12 +111,12 @@ def test_a_sparse_vector_is_a_dense_one() -> None:
     ],
 )
 def test_what_cannot_be_trained_is_named(message: Any, words: str) -> None:
-    with pytest.raises(ApiError, match=words):
+    with pytest.raises(ServiceError, match=words):
         batch_of(message)
 
 
 def test_a_forward_pass_is_of_cross_entropy() -> None:
     message = request("ppo")
     message.forward_only = True
-    with pytest.raises(ApiError, match="use cross_entropy, whose outputs are the log-prob"):
+    with pytest.raises(ServiceError, match="use cross_entropy, whose outputs are the log-prob"):
         batch_of(message)

@@ -2,10 +2,10 @@
 
 from typing import Literal
 
-__all__ = ["ApiError", "gone", "refused", "unknown"]
+__all__ = ["ServiceError", "gone", "refused", "unknown"]
 
 
-class ApiError(Exception):
+class ServiceError(Exception):
     """A request cannot be answered; the message names the cause, the value and the fix.
 
     Attributes:
@@ -22,16 +22,16 @@ class ApiError(Exception):
         self.category = category
 
 
-def refused(what: str, instead: str) -> ApiError:
+def refused(what: str, instead: str) -> ServiceError:
     """Returns the error about something that is not served, and what to do instead."""
-    return ApiError(f"treadle serve has no {what}: {instead}")
+    return ServiceError(f"treadle serve has no {what}: {instead}")
 
 
-def unknown(what: str, value: object, fix: str) -> ApiError:
+def unknown(what: str, value: object, fix: str) -> ServiceError:
     """Returns the error about something that does not exist."""
-    return ApiError(f"there is no {what} {value!r}: {fix}", status=404)
+    return ServiceError(f"there is no {what} {value!r}: {fix}", status=404)
 
 
-def gone(what: str, value: object, fix: str) -> ApiError:
+def gone(what: str, value: object, fix: str) -> ServiceError:
     """Returns the error about something that is there no longer, so that it is asked for anew."""
-    return ApiError(f"{what} {value!r} is gone: {fix}", status=410)
+    return ServiceError(f"{what} {value!r} is gone: {fix}", status=410)

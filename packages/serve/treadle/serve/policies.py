@@ -28,8 +28,8 @@ from treadle.policy.v1 import rank_service_pb2 as rank_pb
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveRequest
 from treadle.policy.weight_sync.publisher import WeightPublisher
-from treadle.serve.batches import Batch
-from treadle.serve.errors import ApiError
+from treadle.serve.batches import PolicyPass
+from treadle.serve.errors import ServiceError
 from treadle.serve.store import Store
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.environment import cpu_count
@@ -119,7 +119,7 @@ class Policy:
         """Returns what `work` returns, with the lock held and the ranks started; again if lost.
 
         Raises:
-            ApiError: The ranks do not start, or cannot do the work.
+            ServiceError: The ranks do not start, or cannot do the work.
         """
         async with self.lock:
             for attempt in (1, 2):
@@ -132,7 +132,7 @@ class Policy:
                     lost = isinstance(error, PolicyError) and error.lost
                     if attempt == 2 or not lost:
                         of_user = isinstance(error, PolicyError) and error.from_input
-                        raise ApiError(
+                        raise ServiceError(
                             str(error), category="user" if of_user else "server"
                         ) from error
                     _log.warning("the policy is started again: %s", error)
@@ -205,7 +205,7 @@ class Policy:
         return directory.name
 
     async def take_up(
-        self, content: str, gradients: Sequence[tuple[str, Batch]] | None = None
+        self, content: str, gradients: Sequence[tuple[str, PolicyPass]] | None = None
     ) -> None:
         """Makes a state the present one.
 
@@ -227,7 +227,7 @@ class Policy:
         await self.call(LoadRequest(directory=str(directory.absolute()), weights_only=weights_only))
         self._content = "" if weights_only else content
 
-    async def add_gradient(self, name: str, batch: Batch) -> pb.ForwardBackwardResponse:
+    async def add_gradient(self, name: str, batch: PolicyPass) -> pb.ForwardBackwardResponse:
         """Adds the gradient of a batch to the present state's."""
         request = pb.ForwardBackwardRequest(
             algorithm=batch.algorithm, temperature=1.0, keep_tokens=True
@@ -275,7 +275,7 @@ class Policies:
         """Returns the policy of a shape; one that no model needs makes room for it.
 
         Raises:
-            ApiError: There are as many as there may be, and models need all of them.
+            ServiceError: There are as many as there may be, and models need all of them.
         """
         if (policy := self._policies.get(shape)) is not None:
             return policy
@@ -285,7 +285,7 @@ class Policies:
             }
             idle = [each for each in self._policies if each.text not in needed]
             if not idle:
-                raise ApiError(
+                raise ServiceError(
                     f"{self._limit} policies train models of other ranks or matrices, each with "
                     "the base model in memory: unload a model, ask for what they train ("
                     f"{'; '.join(each.text for each in self._policies)}), or start the server with "

@@ -28,10 +28,10 @@ from treadle.agent_loop.hf import HfRenderer
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import PublishReport
-from treadle.serve.errors import ApiError, gone
+from treadle.serve.errors import ServiceError, gone
 from treadle.serve.policies import Policies, Policy, Shape
-from treadle.serve.store import Answer, Store
-from treadle.serve.wire import Sampled, encode_sample
+from treadle.serve.store import Store, StoredAnswer
+from treadle.serve.wire import SampledSequence, encode_sample
 from treadle.trainer.rollout.server_pool import ServerPool
 
 __all__ = ["SampleRequest", "Sampler"]
@@ -63,7 +63,7 @@ class SampleRequest:
     prompt_logprobs_from: int | None
     stops: Sequence[str]
     attempts: int = 0
-    answer: Answer | None = None
+    answer: StoredAnswer | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -116,12 +116,12 @@ class Sampler:
         """Puts a request into the line, once.
 
         Raises:
-            ApiError: The line is full.
+            ServiceError: The line is full.
         """
         if request.name in self._requests:
             return
         if len(self._line) >= _MAX_WAITING:
-            raise ApiError(f"{_MAX_WAITING} requests to sample wait: try again", status=429)
+            raise ServiceError(f"{_MAX_WAITING} requests to sample wait: try again", status=429)
         self._requests[request.name] = request
         while len(self._requests) > _MAX_ANSWERS:
             oldest = next(iter(self._requests.values()))
@@ -140,13 +140,13 @@ class Sampler:
         for task, running in self._running.items():
             if running is request:
                 task.cancel()
-        self._fail(request, ApiError(f"request {name} was cancelled"))
+        self._fail(request, ServiceError(f"request {name} was cancelled"))
 
-    async def answer(self, name: str, wait_s: float) -> Answer | None:
+    async def answer(self, name: str, wait_s: float) -> StoredAnswer | None:
         """Returns the answer to a request; None: not yet.
 
         Raises:
-            ApiError: There is no such request.
+            ServiceError: There is no such request.
         """
         if (request := self._requests.get(name)) is None:
             raise gone("request to sample", name, "send it again")
@@ -178,12 +178,12 @@ class Sampler:
                 return False  # the end of the last one is news
             try:
                 await self._turn_to(content, pool)
-            except (AgentLoopError, ApiError, WeightSyncError) as error:
+            except (AgentLoopError, ServiceError, WeightSyncError) as error:
                 _log.warning("cannot sample from %s: %s", content, error)
                 told = (
                     error
-                    if isinstance(error, ApiError)
-                    else ApiError(str(error), category="server")
+                    if isinstance(error, ServiceError)
+                    else ServiceError(str(error), category="server")
                 )
                 for request in self._taken(content):
                     self._fail(request, told)
@@ -215,12 +215,12 @@ class Sampler:
         request = self._running.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("request %s failed", request.name, exc_info=error)
-            told = ApiError(f"{type(error).__name__}: {error}", category="server")
+            told = ServiceError(f"{type(error).__name__}: {error}", category="server")
             self._fail(request, told)
         self._news.set()
 
-    def _fail(self, request: SampleRequest, error: ApiError) -> None:
-        request.answer = Answer.of({"error": str(error), "category": error.category})
+    def _fail(self, request: SampleRequest, error: ServiceError) -> None:
+        request.answer = StoredAnswer.of({"error": str(error), "category": error.category})
         request.done.set()
 
     async def _sample(self, request: SampleRequest, pool: ServerPool) -> None:
@@ -240,7 +240,7 @@ class Sampler:
                 self._line.appendleft(request)
             else:
                 category: Any = "server" if error.retryable else "user"
-                self._fail(request, ApiError(str(error), category=category))
+                self._fail(request, ServiceError(str(error), category=category))
             return
         completions = [task.result() for task in tasks]
         prompt_logprobs = None
@@ -248,7 +248,7 @@ class Sampler:
             known = completions[0].prompt_logprobs
             prompt_logprobs = [*[math.nan] * (len(request.prompt) - len(known)), *known]
         body = encode_sample([self._cut(each, request) for each in completions], prompt_logprobs)
-        request.answer = Answer(body=body, type="application/x-protobuf")
+        request.answer = StoredAnswer(body=body, type="application/x-protobuf")
         request.done.set()
 
     async def _complete(self, request: SampleRequest, number: int, pool: ServerPool) -> Completion:
@@ -271,7 +271,7 @@ class Sampler:
             finally:
                 generator.finish_session(name)
 
-    def _cut(self, completion: Completion, request: SampleRequest) -> Sampled:
+    def _cut(self, completion: Completion, request: SampleRequest) -> SampledSequence:
         """Returns a completion up to its first stop, which stays."""
         tokens = completion.token_ids
         logprobs = [value for chunk in completion.chunks for value in chunk.logprobs]
@@ -284,4 +284,4 @@ class Sampler:
                 found = any(stop in text for stop in request.stops)
                 low, high = (low, middle) if found else (middle, high)
             tokens, logprobs, stopped = tokens[:high], logprobs[:high], True
-        return Sampled(tokens=tokens, logprobs=logprobs, stopped=stopped)
+        return SampledSequence(tokens=tokens, logprobs=logprobs, stopped=stopped)

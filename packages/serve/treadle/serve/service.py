@@ -20,10 +20,10 @@ from typing import Any, Final
 from treadle.agent_loop import SamplingParams
 from treadle.agent_loop.hf import HfRenderer
 from treadle.policy.config.policy import LoraTarget
-from treadle.serve.errors import ApiError, gone, refused, unknown
+from treadle.serve.errors import ServiceError, gone, refused, unknown
 from treadle.serve.policies import Shape
 from treadle.serve.sampling import Sampler, SampleRequest
-from treadle.serve.store import Answer, Store
+from treadle.serve.store import Store, StoredAnswer
 from treadle.serve.training import Models, checkpoint_content, export_directory
 from treadle.serve.wire import read_passes
 
@@ -157,12 +157,14 @@ class Service:
         session, number = given["session_id"], given["model_seq_id"]
         self._session(session)
         if not isinstance(number, int) or number < 0:
-            raise ApiError(f"model_seq_id={number!r}: give the number of the model in its session")
+            raise ServiceError(
+                f"model_seq_id={number!r}: give the number of the model in its session"
+            )
         return f"{session}:train:{number}"
 
     def _check_base(self, name: str | None) -> None:
         if name is not None and name not in (self._name, str(self._model_path)):
-            raise ApiError(
+            raise ServiceError(
                 f"the server has the base model {self._name}, not {name}: ask for this one, or "
                 "start a server with the other"
             )
@@ -221,7 +223,7 @@ class Service:
         self._models.unload(model)
         request = f"{model}:unload"
         self._store.accept(request, model, -1, "unload_model", b"")
-        self._store.answered(request, Answer.of({"type": "unload_model", "model_id": model}))
+        self._store.answered(request, StoredAnswer.of({"type": "unload_model", "model_id": model}))
         return {"request_id": request, "model_id": model}
 
     # --- sampling --------------------------------------------------------------------------------
@@ -269,13 +271,13 @@ class Service:
         content = self._sampler_row(sampler)["content"]
         prompt = _prompt(given["prompt"], self._models.vocab_size)
         if not 1 <= len(prompt) < self._context_length:
-            raise ApiError(
+            raise ServiceError(
                 f"the prompt has {len(prompt)} tokens; give 1 to {self._context_length - 1}, as "
                 f"the server's context is {self._context_length} tokens"
             )
         count = given.get("num_samples", 1)
         if not isinstance(count, int) or not 1 <= count <= _MAX_SAMPLES:
-            raise ApiError(f"num_samples={count!r}: give 1 to {_MAX_SAMPLES}")
+            raise ServiceError(f"num_samples={count!r}: give 1 to {_MAX_SAMPLES}")
         params, stops = self._params(given["sampling_params"], len(prompt))
         name = f"{sampler}:{seq}"
         first = None
@@ -323,14 +325,14 @@ class Service:
                 ignore_eos=stop is not None and not listed,
             )
         except (TypeError, ValueError) as error:
-            raise ApiError(f"sampling_params: {error}") from None
+            raise ServiceError(f"sampling_params: {error}") from None
         return params, texts
 
     def cancel(self, given: Mapping[str, Any]) -> None:
         """Ends a request to sample."""
         self._sampler.cancel(given["request_id"])
 
-    async def result(self, given: Mapping[str, Any]) -> Answer:
+    async def result(self, given: Mapping[str, Any]) -> StoredAnswer:
         """Returns the answer to a request, or that it is not there yet."""
         request = given["request_id"]
         if ":sample:" in request:
@@ -339,7 +341,7 @@ class Service:
             answer = await self._models.answer(request, _POLL_S)
         if answer is None:
             later = {"type": "try_again", "request_id": request, "queue_state": "active"}
-            return Answer.of(later)
+            return StoredAnswer.of(later)
         return answer
 
     # --- checkpoints -----------------------------------------------------------------------------
@@ -433,7 +435,7 @@ class Service:
         self._checkpoint(model, checkpoint)
         segment, _, name = checkpoint.partition("/")
         if segment != "external_weights":
-            raise ApiError(f"{checkpoint} is no export: save one by save_weights_external")
+            raise ServiceError(f"{checkpoint} is no export: save one by save_weights_external")
         directory = export_directory(self._store, model, name)
         files = {
             str(file.relative_to(directory)): file.absolute().as_uri()
@@ -491,9 +493,9 @@ def _shape(lora: Mapping[str, Any]) -> Shape:
     rank, seed = lora.get("rank"), lora.get("seed") or 0
     targets = (*(_ATTENTION * lora.get("train_attn", True)), *(_MLP * lora.get("train_mlp", True)))
     if not isinstance(rank, int) or not 1 <= rank <= 4096:
-        raise ApiError(f"lora_config.rank={rank!r}: give 1 to 4096")
+        raise ServiceError(f"lora_config.rank={rank!r}: give 1 to 4096")
     if not isinstance(seed, int) or seed < 0:
-        raise ApiError(f"lora_config.seed={seed!r}: give a number from 0 on")
+        raise ServiceError(f"lora_config.seed={seed!r}: give a number from 0 on")
     if not targets:
         raise refused("adapters of the head alone", "set train_attn or train_mlp")
     return Shape(rank=rank, targets=",".join(targets))
@@ -507,7 +509,7 @@ def _prompt(given: Mapping[str, Any], vocab_size: int) -> list[int]:
         tokens += chunk["tokens"]
     for token in tokens:
         if not isinstance(token, int) or not 0 <= token < vocab_size:
-            raise ApiError(
+            raise ServiceError(
                 f"the prompt has the token {token!r}; the model has ids below {vocab_size}"
             )
     return tokens

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-__all__ = ["Answer", "Store"]
+__all__ = ["Store", "StoredAnswer"]
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -45,7 +45,7 @@ _KEPT_SAMPLERS: Final = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class StoredAnswer:
     """The answer to a request, as it is sent.
 
     Attributes:
@@ -56,7 +56,7 @@ class Answer:
     type: str
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Answer:
+    def of(cls, values: Mapping[str, Any]) -> StoredAnswer:
         """Returns an answer in JSON."""
         return cls(body=json.dumps(values).encode(), type="application/json")
 
@@ -148,14 +148,14 @@ class Store:
             ("UPDATE models SET used = ? WHERE id = ?", time.time(), model),
         )
 
-    def answer_of(self, request: str) -> Answer | None:
+    def answer_of(self, request: str) -> StoredAnswer | None:
         """Returns the answer to a request, if there is one."""
         row = self.row("SELECT answer, type FROM requests WHERE id = ?", request)
         if row is None or row["type"] is None:
             return None
-        return Answer(body=row["answer"], type=row["type"])
+        return StoredAnswer(body=row["answer"], type=row["type"])
 
-    def answered(self, request: str, answer: Answer, *more: tuple[Any, ...]) -> None:
+    def answered(self, request: str, answer: StoredAnswer, *more: tuple[Any, ...]) -> None:
         """Writes down an answer, and with it what else the request has changed."""
         self.write(
             (

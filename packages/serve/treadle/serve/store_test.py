@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from treadle.serve.store import Answer, Store
+from treadle.serve.store import Store, StoredAnswer
 
 
 def made(store: Store) -> str:
@@ -73,7 +73,7 @@ def test_an_answer_comes_with_what_it_changes_or_not_at_all(tmp_path: Path) -> N
     store = Store(tmp_path)
     model(store)
     store.accept("m:1", "m", 1, "optim_step", b"{}")
-    answer = Answer.of({"metrics": {}})
+    answer = StoredAnswer.of({"metrics": {}})
     with pytest.raises(sqlite3.OperationalError, match="no such table"):
         store.answered("m:1", answer, ("UPDATE missing SET x = 1",))
     assert store.answer_of("m:1") is None

@@ -27,10 +27,10 @@ from numpy.typing import NDArray
 from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import SaveAdapterRequest, SaveHfRequest
-from treadle.serve.batches import Batch, make_batch
-from treadle.serve.errors import ApiError, refused, unknown
+from treadle.serve.batches import PolicyPass, make_batch
+from treadle.serve.errors import ServiceError, refused, unknown
 from treadle.serve.policies import Policies, Shape
-from treadle.serve.store import Answer, Store
+from treadle.serve.store import Store, StoredAnswer
 from treadle.serve.wire import encode_output, read_passes
 
 __all__ = ["MODEL_KINDS", "Models"]
@@ -101,13 +101,13 @@ class Models:
         """Accepts the request that creates a model; returns its name.
 
         Raises:
-            ApiError: There are too many models.
+            ServiceError: There are too many models.
         """
         request = f"{model}:{_CREATED}"
         if self.store.row("SELECT id FROM requests WHERE id = ?", request) is not None:
             return request
         if len(self._models) >= self._limit and not self._unload_abandoned():
-            raise ApiError(
+            raise ServiceError(
                 f"the server has {self._limit} models, as many as --max-models: unload one, or "
                 "start it with more"
             )
@@ -141,20 +141,20 @@ class Models:
         """Accepts a request to a model, once; returns its name.
 
         Raises:
-            ApiError: There is no such model, or too much waits for it.
+            ServiceError: There is no such model, or too much waits for it.
         """
         found = self._models.get(model)
         if found is None:
             raise unknown("model", model, "it was unloaded, or never created; create it first")
         if not isinstance(seq, int) or seq <= _CREATED:
-            raise ApiError(f"seq_id={seq!r} of model {model}: number its requests from 1")
+            raise ServiceError(f"seq_id={seq!r} of model {model}: number its requests from 1")
         return found.accept(seq, kind, body)
 
     def unload(self, model: str) -> None:
         """Frees a model; its checkpoints stay.
 
         Raises:
-            ApiError: There is no such model.
+            ServiceError: There is no such model.
         """
         found = self._models.pop(model, None)
         if found is None:
@@ -166,11 +166,11 @@ class Models:
         )
         self.store.sweep()
 
-    async def answer(self, request: str, wait_s: float) -> Answer | None:
+    async def answer(self, request: str, wait_s: float) -> StoredAnswer | None:
         """Returns the answer to a request; None: not yet.
 
         Raises:
-            ApiError: There is no such request.
+            ServiceError: There is no such request.
         """
         if (answer := self.store.answer_of(request)) is not None:
             return answer
@@ -205,7 +205,7 @@ class _Model:
         self._shape = Shape.read(row["shape"])
         self._content: str | None = row["content"]
         self._next = row["applied"] + 1
-        self._gradients: list[tuple[str, Batch]] = []
+        self._gradients: list[tuple[str, PolicyPass]] = []
         self._waiting: dict[int, tuple[str, bytes]] = {}
         self._news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
@@ -235,7 +235,7 @@ class _Model:
         if seq < self._next or seq in self._waiting:
             return request  # it came before
         if len(self._waiting) >= _MAX_WAITING:
-            raise ApiError(
+            raise ServiceError(
                 f"{_MAX_WAITING} requests wait for model {self._name}: wait for answers", status=429
             )
         self._store.accept(request, self._name, seq, kind, body)
@@ -268,7 +268,7 @@ class _Model:
                 answer = await self._pass(request, body)
             else:
                 answer, changes = await self._execute(seq, kind, json.loads(body))
-        except ApiError as error:
+        except ServiceError as error:
             answer = _failed(str(error), error.category)
         except Exception as error:  # a defect of the service must not stop the model
             _log.exception("request %s failed", request)
@@ -283,7 +283,7 @@ class _Model:
 
     async def _execute(
         self, seq: int, kind: str, given: Mapping[str, Any]
-    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
         """Returns the answer to a request in JSON, and what it changes in the database."""
         match kind:
             case "create_model":
@@ -291,7 +291,7 @@ class _Model:
 
                 seed = (given.get("lora_config") or {}).get("seed") or 0
                 self._content = await policy.use(lambda: policy.begin(seed))
-                answer = Answer.of({"type": "create_model", "model_id": self._name})
+                answer = StoredAnswer.of({"type": "create_model", "model_id": self._name})
                 return answer, self._store.moved(self._name, seq, self._content)
             case "load_weights":
                 return await self._load(seq, given)
@@ -301,7 +301,7 @@ class _Model:
 
     # --- passes and steps ----------------------------------------------------------------------
 
-    def _batch(self, body: bytes) -> Batch:
+    def _batch(self, body: bytes) -> PolicyPass:
         return make_batch(
             read_passes(body),
             vocab_size=self._models.vocab_size,
@@ -312,13 +312,15 @@ class _Model:
         """Returns the model's state.
 
         Raises:
-            ApiError: It could not be created.
+            ServiceError: It could not be created.
         """
         if self._content is None:
-            raise ApiError(f"model {self._name} has no weights, because it could not be created")
+            raise ServiceError(
+                f"model {self._name} has no weights, because it could not be created"
+            )
         return self._content
 
-    async def _pass(self, request: str, body: bytes) -> Answer:
+    async def _pass(self, request: str, body: bytes) -> StoredAnswer:
         batch, content = self._batch(body), self._state()
         counted = sum(sequence.num_loss_tokens for sequence in batch.sequences)
         logprobs_M: NDArray[np.float32] = np.zeros(0, np.float32)
@@ -348,14 +350,14 @@ class _Model:
             fields["elementwise_loss"] = [-factors * values for factors, values in pairs]
             if batch.forward_only:
                 loss = sum(float(x.sum(dtype=np.float64)) for x in fields["elementwise_loss"])
-        return Answer(body=encode_output({"loss:sum": loss}, fields), type=_PROTOBUF)
+        return StoredAnswer(body=encode_output({"loss:sum": loss}, fields), type=_PROTOBUF)
 
     async def _step(
         self, seq: int, given: Mapping[str, Any]
-    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
         settings, content = _adamw(given), self._state()
         if not self._gradients:
-            raise ApiError("there is no gradient to step with: send forward_backward first")
+            raise ServiceError("there is no gradient to step with: send forward_backward first")
         policy = await self._models.policies.of(self._shape)
 
         async def step() -> tuple[pb.OptimizerStepResponse, str]:
@@ -372,19 +374,19 @@ class _Model:
             "optim/step": float(done.step),
             "optim/skipped": float(done.skipped),
         }
-        return Answer.of({"metrics": metrics}), self._store.moved(self._name, seq, moved)
+        return StoredAnswer.of({"metrics": metrics}), self._store.moved(self._name, seq, moved)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
     async def _load(
         self, seq: int, given: Mapping[str, Any]
-    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
         path, content = checkpoint_content(self._store, given["path"])
         row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
         assert row is not None
         saved = Shape.read(row["shape"])
         if (saved.rank, saved.targets) != (self._shape.rank, self._shape.targets):
-            raise ApiError(
+            raise ServiceError(
                 f"{path} has adapters of rank {saved.rank} of {saved.targets}, and model "
                 f"{self._name} of rank {self._shape.rank} of {self._shape.targets}: create the "
                 "model from the checkpoint (create_training_client_from_state)"
@@ -401,22 +403,22 @@ class _Model:
         self._content = moved
         self._gradients.clear()
         answer = {"type": "load_weights", "path": path, "model_id": self._name}
-        return Answer.of(answer), self._store.moved(self._name, seq, moved)
+        return StoredAnswer.of(answer), self._store.moved(self._name, seq, moved)
 
     async def _save(
         self, kind: str, given: Mapping[str, Any]
-    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
         content, name = self._state(), given.get("path")
         if name is None and kind == "save_weights_for_sampler":
             return self._sampler(content, given)
         name = str(self._next) if name is None else str(name)
         if not name or "/" in name or name.startswith("."):
-            raise ApiError(f"{name!r} cannot name a checkpoint: use letters, digits, - and _")
+            raise ServiceError(f"{name!r} cannot name a checkpoint: use letters, digits, - and _")
         segment = _SEGMENTS[kind]
         path = f"tinker://{self._name}/{segment}/{name}"
         there = self._store.row("SELECT path FROM checkpoints WHERE path = ?", path)
         if there is not None and not given.get("overwrite"):
-            raise ApiError(f"{path} exists: choose another name, or save with overwrite=True")
+            raise ServiceError(f"{path} exists: choose another name, or save with overwrite=True")
         size = self._store.size(content)
         if kind == "save_weights_external":
             size = await self._export(content, given, name)
@@ -429,11 +431,11 @@ class _Model:
                 *(path, self._name, segment, name, content, time.time(), expires, metadata, size),
             ),
         ]
-        return Answer.of({"type": kind, "path": path}), changes
+        return StoredAnswer.of({"type": kind, "path": path}), changes
 
     def _sampler(
         self, content: str, given: Mapping[str, Any]
-    ) -> tuple[Answer, Sequence[tuple[Any, ...]]]:
+    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
         """Makes a sampling session with the present weights, which have no name."""
         session = self._name.partition(":")[0]
         sampler = f"{session}:sample:{given.get('sampling_session_seq_id')}"
@@ -442,7 +444,7 @@ class _Model:
             *(sampler, session, self._name, content, time.time()),
         )
         answer = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
-        return Answer.of(answer), [change]
+        return StoredAnswer.of(answer), [change]
 
     async def _export(self, content: str, given: Mapping[str, Any], name: str) -> int:
         """Writes a model for others: PEFT's adapter, or all weights; returns its bytes."""
@@ -471,7 +473,7 @@ def checkpoint_content(store: Store, path: str) -> tuple[str, str]:
     """Returns the path of a checkpoint and its state.
 
     Raises:
-        ApiError: There is no such checkpoint.
+        ServiceError: There is no such checkpoint.
     """
     row = store.row(
         "SELECT content FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)",
@@ -496,5 +498,5 @@ def _adamw(given: Mapping[str, Any]) -> pb.AdamW:
     )
 
 
-def _failed(message: str, category: str) -> Answer:
-    return Answer.of({"error": message, "category": category})
+def _failed(message: str, category: str) -> StoredAnswer:
+    return StoredAnswer.of({"error": message, "category": category})

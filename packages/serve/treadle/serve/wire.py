@@ -17,9 +17,9 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from treadle.serve.errors import ApiError, refused
+from treadle.serve.errors import ServiceError, refused
 
-__all__ = ["Datum", "Passes", "Sampled", "encode_output", "encode_sample", "read_passes"]
+__all__ = ["Datum", "Passes", "SampledSequence", "encode_output", "encode_sample", "read_passes"]
 
 _PACKAGE: Final = "treadle.serve.sdk"
 # Message -> its fields, as "number name type"; a + before the type: repeated.
@@ -110,12 +110,12 @@ def read_passes(body: bytes) -> Passes:
     """Reads a `ForwardBackwardRequest`.
 
     Raises:
-        ApiError: It is none, or has what is not served.
+        ServiceError: It is none, or has what is not served.
     """
     try:
         message = MESSAGES["ForwardBackwardRequest"].FromString(body)
     except DecodeError as error:
-        raise ApiError(f"the body is no ForwardBackwardRequest of the SDK: {error}") from None
+        raise ServiceError(f"the body is no ForwardBackwardRequest of the SDK: {error}") from None
     settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
         settings[each.key] = each.value.text or each.value.number
@@ -139,7 +139,7 @@ def _datum(number: int, message: Any) -> Datum:
     tokens = np.concatenate([np.empty(0, np.int32), *parts])
     inputs = {each.key: _dense(number, each.key, each.value) for each in message.loss_fn_inputs}
     if "target_tokens" not in inputs:
-        raise ApiError(f"datum {number} has no loss_fn_inputs['target_tokens']: add them")
+        raise ServiceError(f"datum {number} has no loss_fn_inputs['target_tokens']: add them")
     for name, values in inputs.items():
         if values.ndim != 1:
             raise refused(
@@ -148,7 +148,7 @@ def _datum(number: int, message: Any) -> Datum:
                 "give one value per position; several targets of one position are several data",
             )
         if len(values) != len(tokens):
-            raise ApiError(
+            raise ServiceError(
                 f"datum {number} has {len(tokens)} input tokens and {len(values)} of {name}: give "
                 "one per input token"
             )
@@ -157,7 +157,9 @@ def _datum(number: int, message: Any) -> Datum:
 
 def _dense(number: int, name: str, tensor: Any) -> NDArray[Any]:
     if (kind := _TYPES.get(tensor.dtype)) is None:
-        raise ApiError(f"datum {number}: {name} has dtype {tensor.dtype}; give float32 or int64")
+        raise ServiceError(
+            f"datum {number}: {name} has dtype {tensor.dtype}; give float32 or int64"
+        )
     try:
         if not tensor.HasField("sparse_csr"):
             values = np.frombuffer(tensor.dense, kind)
@@ -170,7 +172,7 @@ def _dense(number: int, name: str, tensor: Any) -> NDArray[Any]:
             csr.values, kind
         )
     except (ValueError, IndexError) as error:
-        raise ApiError(f"datum {number}: {name} is no tensor of its shape: {error}") from None
+        raise ServiceError(f"datum {number}: {name} is no tensor of its shape: {error}") from None
     # A column of its own is what a vector becomes in rows and columns.
     return dense[:, 0] if len(shape) == 2 and shape[1] == 1 else dense
 
@@ -204,7 +206,7 @@ def encode_output(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampledSequence:
     """One sampled sequence."""
 
     tokens: Sequence[int]
@@ -212,7 +214,9 @@ class Sampled:
     stopped: bool
 
 
-def encode_sample(sequences: Sequence[Sampled], prompt_logprobs: Sequence[float] | None) -> bytes:
+def encode_sample(
+    sequences: Sequence[SampledSequence], prompt_logprobs: Sequence[float] | None
+) -> bytes:
     """Returns a `SampleResponse`.
 
     Args:
