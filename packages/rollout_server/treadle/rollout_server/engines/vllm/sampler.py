@@ -99,7 +99,7 @@ class SeededSampler(Sampler):  # type: ignore[misc]
         model_runner: The ``vllm.v1.worker.gpu_model_runner.GPUModelRunner`` that calls it.
 
     Attributes:
-        kept: What the last step could have drawn; None if no row wants a mask.
+        kept: Ids that the last step could have drawn; None if no row wants a mask.
     """
 
     def __init__(self, model_runner: Any) -> None:
