@@ -333,7 +333,6 @@ class EngineRequest:
         prompt_logprobs_from: First id of the prompt whose log-probability is wanted, 1 to ``P``;
             None: of none.
         constraint: A constraint of its text; None: any text.
-        sampling_mask: Whether its events are to have `Tokens.sampling_masks`.
     """
 
     request_id: str

@@ -38,6 +38,9 @@ _SAMPLINGS: tuple[dict[str, Any], ...] = (
     {"temperature": 2.0, "top_p": 0.7},
 )
 
+_CUTS: tuple[dict[str, Any], ...] = ({}, {"top_p": 0.6}, {"min_p": 0.3})
+"""Filters beside top-k, for sampling masks of a few ids."""
+
 _ONE_TEXT = {
     ConstraintForm.JSON_SCHEMA: ('{"const": "7"}',),
     ConstraintForm.REGEX: ("7",),
@@ -253,7 +256,7 @@ class SamplingContract(ContractBase):
             prompt = random_prompt(30, vocab_size, seed=11)
             masked = [
                 request(prompt, seed=n, temperature=1.0, top_k=12, sampling_mask=True, **more)
-                for n, more in enumerate(({}, {"top_p": 0.6}, {"min_p": 0.3}))
+                for n, more in enumerate(_CUTS)
             ]
             greedy, plain = request(prompt, sampling_mask=True), request(prompt)
             *outputs, greedy_output, _ = await run_all(engine, [*masked, greedy, plain])
