@@ -10,7 +10,7 @@ Shape suffixes: B rows, P positions of a row, T loss tokens, H hidden, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,8 +148,7 @@ class Net(nn.Module):
         if micro.images is None:
             hidden_BPH = self._hidden(micro.ids_BP, micro.lengths)
             if self._trains_tower and torch.is_grad_enabled():  # by the images of other ranks
-                tower = self.model.base_model.visual.parameters()
-                hidden_BPH = _ReachAll.apply(hidden_BPH, *tower)
+                hidden_BPH = _reach(hidden_BPH, self.model.base_model.visual.parameters())
         else:
             hidden_BPH = self._seeing(micro, micro.images)
         return hidden_BPH.flatten(0, 1)[micro.predictors_T]
@@ -257,8 +256,13 @@ def _reach_all(layer: nn.Module, _: Any, output: Any) -> Any:
     if not (torch.is_grad_enabled() and trained):
         return output
     if isinstance(output, Tensor):
-        return _ReachAll.apply(output, *trained)
-    return (_ReachAll.apply(output[0], *trained), *output[1:])
+        return _reach(output, trained)
+    return (_reach(output[0], trained), *output[1:])
+
+
+def _reach(output: Tensor, parameters: Iterable[Tensor]) -> Tensor:
+    reached: Tensor = _ReachAll.apply(output, *parameters)  # type: ignore[no-untyped-call]
+    return reached
 
 
 class _ReachAll(torch.autograd.Function):
