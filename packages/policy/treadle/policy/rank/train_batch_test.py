@@ -17,6 +17,7 @@ from treadle.policy.client.types import (
     TrainSequence,
 )
 from treadle.policy.config.algorithm import AlgorithmConfig, CovarianceConfig
+from treadle.policy.config.policy import AdamSettings
 from treadle.policy.rank.train_batch import measure_reference, run_update
 from treadle.policy.testing.fake.backend import FakePolicy
 
@@ -68,7 +69,7 @@ class _Policy(FakePolicy):
             tokens=TokenValues(logprobs_M=values_M, entropy_M=-values_M) if keep_tokens else None,
         )
 
-    def optimizer_step(self) -> OptimizerStats:
+    def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         return OptimizerStats(
             step=len(self.trained), grad_norm=0.0, skipped=False, learning_rate=0.0
         )
