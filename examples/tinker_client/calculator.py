@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import tinker
-from tinker import types
+import tinker  # pants: no-infer-dep
+from tinker import types  # pants: no-infer-dep
 from transformers import AutoTokenizer
 
 PROPERTIES = {"expression": {"type": "string"}}

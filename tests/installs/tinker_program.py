@@ -10,8 +10,8 @@ import re
 import sys
 from pathlib import Path
 
-import tinker
-from tinker import types
+import tinker  # pants: no-infer-dep
+from tinker import types  # pants: no-infer-dep
 
 TOKENS = [5, 6, 7, 8, 9, 10, 11, 12]
 PROMPT = types.ModelInput.from_ints(TOKENS)

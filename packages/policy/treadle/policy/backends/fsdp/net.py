@@ -274,10 +274,10 @@ class _ReachAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
-        """Returns the output, in the same memory."""
+        """Returns a copy of the output: FSDP's hooks warn of a view, which may be changed in place."""
         ctx.shapes = [p.shape for p in parameters]
         ctx.dtypes = [p.dtype for p in parameters]
-        return output.view_as(output)
+        return output.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
