@@ -274,7 +274,7 @@ class _ReachAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
-        """Returns a copy of the output: FSDP's hooks warn of a view, which may be changed in place."""
+        """Returns a copy of the output: of a view FSDP warns that it may be changed in place."""
         ctx.shapes = [p.shape for p in parameters]
         ctx.dtypes = [p.dtype for p in parameters]
         return output.clone()
