@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.agent_loop import AgentTask, LoopLimits, Message, SamplingParams, Services
-from treadle.agent_loop.loops.single_turn import SingleTurnLoop
+from treadle.agent_loop import (
+    AgentTask,
+    LoopLimits,
+    Message,
+    SamplingParams,
+    Services,
+    SingleTurnLoop,
+)
 from treadle.agent_loop.rpc import Requirements, connect
 from treadle.agent_loop.testing import ByteRenderer
 from treadle.policy.algorithms.choose_loss import policy_loss
