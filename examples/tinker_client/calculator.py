@@ -87,7 +87,7 @@ def main(rows_file: str, steps: int) -> None:
     show: Any = {"tools": [TOOL], "add_generation_prompt": True, "return_dict": False}
     for step in range(steps):
         batch = [rows[(step * ROWS + number) % len(rows)] for number in range(ROWS)]
-        prompts = [tokenizer.apply_chat_template(row["prompt"], **show) for row in batch]
+        prompts: Any = [tokenizer.apply_chat_template(row["prompt"], **show) for row in batch]
         sampler = training.save_weights_and_get_sampling_client()
         trajectories = rollout(sampler, tokenizer, prompts)
         answers = [row["reward_model"]["ground_truth"] for row in batch for _ in range(SAMPLES)]

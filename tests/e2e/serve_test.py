@@ -93,7 +93,8 @@ def passes(model: str, seq: int, *, forward: bool = False, weight: float = 1.0) 
 def read(body: bytes) -> Sequence[float]:
     (record,) = MESSAGES["ForwardBackwardOutput"].FromString(body).loss_fn_outputs
     fields = {field.key: field.value.data for field in record.fields}
-    return np.frombuffer(fields["logprobs"], "<f4").tolist()
+    logprobs: list[float] = np.frombuffer(fields["logprobs"], "<f4").tolist()
+    return logprobs
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,9 @@ _MESSAGES: Final = {
     ),
 }
 _FLOAT32, _INT64 = 1, 2
-_TYPES: Final = MappingProxyType({_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")})
+_TYPES: Final[Mapping[int, np.dtype[Any]]] = MappingProxyType(
+    {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
+)
 
 
 def _make() -> Mapping[str, type[Any]]:
@@ -162,10 +164,10 @@ def _dense(number: int, name: str, tensor: Any) -> NDArray[Any]:
         )
     try:
         if not tensor.HasField("sparse_csr"):
-            values = np.frombuffer(tensor.dense, kind)
+            values: NDArray[Any] = np.frombuffer(tensor.dense, kind)
             return values.reshape(tuple(tensor.shape) or values.shape)
         shape, csr = tuple(tensor.shape), tensor.sparse_csr
-        dense = np.zeros(shape, kind)
+        dense: NDArray[Any] = np.zeros(shape, kind)
         rows = np.frombuffer(csr.crow_indices, "<i8")
         columns = np.frombuffer(csr.col_indices, "<i8")
         dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = np.frombuffer(
