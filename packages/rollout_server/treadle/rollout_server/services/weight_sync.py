@@ -7,6 +7,8 @@ in the update what had arrived.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from functools import partial
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -23,6 +25,9 @@ from treadle.rollout_server.services.push_buckets import push_buckets
 from treadle.rollout_server.services.push_message import PushedChunk, decode_push
 from treadle.rollout_server.updates import delta
 
+_MANY_TENSORS: Final = 4096
+"""Above this number the announcement is read beside the event loop; those of a model of 70B are
+fewer, and take milliseconds."""
 _SERVICE = pb.DESCRIPTOR.services_by_name["WeightSyncService"].full_name
 
 
@@ -43,13 +48,15 @@ class WeightSyncServicer(pb_grpc.WeightSyncServiceServicer):
         plaintext = (
             config.insecure_allow_plaintext_beyond_loopback or config.weights.allow_plaintext_group
         )
-        begin = await asyncio.to_thread(  # those of a large model take seconds
+        decode = partial(
             decode_begin,
             request,
             max_lease_s=config.weights.max_lease_s,
             num_workers=engine.info.num_workers,
             loopback_only=not plaintext,
         )
+        many = len(request.tensors) > _MANY_TENSORS
+        begin = await asyncio.to_thread(decode) if many else decode()
         collective = isinstance(begin.source, CollectiveGroup)
         if collective and not engine.info.capabilities.collective:
             raise CapabilityMissing(engine.info.name, "collective_transport")

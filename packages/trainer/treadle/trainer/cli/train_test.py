@@ -150,10 +150,10 @@ def test_a_row_without_a_column_is_found_by_the_dry_run(
 ) -> None:
     path = tmp_path / "train.jsonl"
     row = _row()
-    del row["reward_model"]
+    del row["prompt"]
     path.write_text(f"{json.dumps(_row())}\n{json.dumps(row)}\n")
     assert main(["--dry-run", f"data.train_files={path}"]) == 2
-    assert "train.jsonl, line 2: the column 'reward_model' is missing" in capsys.readouterr().err
+    assert "train.jsonl, line 2: the column 'prompt' is missing" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,8 @@ def _samples(draw: st.DrawFn) -> Tokens:
     for origin in draw(st.lists(st.sampled_from(Origin), max_size=5)):
         start, stop = stop, stop + draw(st.integers(1, 3))
         spans.append(Span(origin=origin, start=start, stop=stop, weight_version=draw(versions)))
-    logprobs = draw(st.lists(st.just(0.0) | st.floats(width=32), min_size=stop, max_size=stop))
+    numbers = st.just(0.0) | st.floats(width=32, allow_nan=False)  # NaN equals nothing
+    logprobs = draw(st.lists(numbers, min_size=stop, max_size=stop))
     placed = st.builds(
         PlacedImage,
         image=st.sampled_from([SHOWN, ZOOMED]),
