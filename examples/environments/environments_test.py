@@ -15,7 +15,9 @@ def test_the_tiny_run_can_start() -> None:
     checked = check_run(config, Path("/nowhere"))
     assert checked.plan.total_steps == 30
     assert len(checked.inputs.train) == 64
-    assert dict(checked.plan.rows())["reward"] == "what the agent loop gives, for all rows"
+    assert (
+        dict(checked.plan.rows())["reward"] == "what the agent loop or its tools give, for all rows"
+    )
 
 
 @pytest.mark.parametrize(
