@@ -187,8 +187,8 @@ class Models:
             return None
         return self.store.answer_of(request)
 
-    def tell(self, request: str) -> None:
-        """Wakes who waits for an answer."""
+    def wake(self, request: str) -> None:
+        """Wakes the polls that wait for an answer."""
         if (event := self._answered.pop(request, None)) is not None:
             event.set()
 
@@ -275,7 +275,7 @@ class _Model:
             answer = _failed(f"{type(error).__name__}: {error}", "server")
         self._next = seq + 1
         self._store.answered(request, answer, *changes)
-        self._models.tell(request)
+        self._models.wake(request)
         if self._content is None and not self.ended:
             self._models.unload(self._name)  # it could not be created
         elif changes:

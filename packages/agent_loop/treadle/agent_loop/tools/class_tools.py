@@ -69,7 +69,9 @@ class ToolClass:
 
     async def open(self, task: AgentTask) -> ClassSession:
         """Makes the instance of one trajectory."""
-        instance = await result_of(str(self), partial(self.made, **self._arguments(None, task)))
+        instance = await result_of(
+            str(self), partial(self.made, **self._arguments(self.made, task))
+        )
         if (reset := getattr(instance, "reset", None)) is not None:
             shown = await result_of(str(self), partial(reset, **self._arguments(reset, task)))
             if shown is not None:
@@ -79,13 +81,13 @@ class ToolClass:
                 )
         return ClassSession(self, instance)
 
-    def _arguments(self, call: Callable[..., object] | None, task: AgentTask) -> dict[str, object]:
-        """Returns what the constructor (None), or `reset`, takes: settings, then the row's."""
-        settings = self.settings if call in (None, self.made) else {}
+    def _arguments(self, call: Callable[..., object], task: AgentTask) -> dict[str, object]:
+        """Returns the arguments of the constructor or `reset`; only the former takes settings."""
+        settings = self.settings if call is self.made else {}
         extra = task.fields.get("extra_info")
         row = {**task.fields, **(extra if isinstance(extra, Mapping) else {})}
         row = {name: value for name, value in row.items() if value is not None}
-        parameters = inspect.signature(call or self.made).parameters.values()
+        parameters = inspect.signature(call).parameters.values()
         if any(each.kind is _EVERY for each in parameters):
             return {**row, **settings}
         known = {each.name: each.default for each in parameters if each.name != "self"}

@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Sequence
 
+from treadle.agent_loop import SetupError
 from treadle.trainer.cli.console import fail
 
 __all__ = ["main"]
@@ -11,13 +12,9 @@ __all__ = ["main"]
 _MODULE = "treadle.serve.main"
 
 
-class ServeError(RuntimeError):
-    """The service cannot be started; the message names the cause and the fix."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Runs the command until it is interrupted; returns the exit status."""
     if importlib.util.find_spec(_MODULE.rpartition(".")[0]) is None:
-        return fail(ServeError("treadle serve is not installed: pip install treadle-serve"))
+        return fail(SetupError("treadle serve is not installed: pip install treadle-serve"))
     command: Callable[[Sequence[str]], int] = importlib.import_module(_MODULE).main
     return command(argv)
