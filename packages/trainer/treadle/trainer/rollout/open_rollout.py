@@ -72,15 +72,12 @@ async def open_rollout(
             loop_workers(
                 launcher,
                 secured,
-                servers=servers.live,
+                servers=servers,
                 requirements=requirements,
                 loops=inputs.loops,
                 images=inputs.images,
             )
         )
-        if isinstance(servers, ServerPool):
-            router.follow(servers)
-            workers.follow(servers)
     rollout = Rollout(
         config=config,
         servers=servers,

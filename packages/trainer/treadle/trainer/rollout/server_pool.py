@@ -15,8 +15,8 @@ left, and for all where servers lend their memory, since a start during a loan w
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Set
-from typing import ClassVar, Self
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence, Set
+from typing import Any, ClassVar, Self
 
 from treadle.agent_loop import SetupError, StickySession
 from treadle.agent_loop.aio import concurrently
@@ -141,6 +141,25 @@ class ServerPool(ServerStarter):
             else:
                 break
         return disturbed
+
+    async def replace_while(self, starting: Coroutine[Any, Any, None]) -> None:
+        """Awaits a start that needs a server, and replaces the servers that end meanwhile.
+
+        Raises:
+            NoServerLeftError: no server is left, and none may be started.
+        """
+        started = asyncio.create_task(starting, name="start that needs a server")
+        try:
+            while not started.done():
+                self._news.clear()
+                await self.ensure_healthy()
+                news = asyncio.create_task(self._news.wait(), name="news of servers")
+                await asyncio.wait({started, news}, return_when=asyncio.FIRST_COMPLETED)
+                news.cancel()
+            started.result()
+        finally:
+            started.cancel()
+            await asyncio.wait({started})
 
     async def check_health(self, *, after_failure: bool = False, of_all: bool = False) -> bool:
         """Removes the servers whose process ended or whose engine failed.

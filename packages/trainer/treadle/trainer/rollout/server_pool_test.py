@@ -639,6 +639,56 @@ async def test_a_server_that_dies_before_the_generator_is_connected_is_replaced(
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("release_memory", [False, True])
+async def test_a_start_that_waits_for_servers_gets_those_that_replace_dead_ones(
+    generator: _Generator, num_replicas: int, release_memory: bool
+) -> None:
+    launcher = _Launcher()
+    settings: dict[str, Any] = {"num_replicas": num_replicas, "release_memory": release_memory}
+    async with _pool(launcher, **settings, max_restarts=4) as pool:
+        await pool.connect(Requirements())
+        routes: asyncio.Queue[tuple[str, ...]] = asyncio.Queue()
+        pool.on_change(lambda now: routes.put_nowait(now.serving))
+
+        async def start() -> None:
+            # The second ones end too, one after the other.
+            for name in (*pool.names, *pool.names):
+                dead = pool._rotation[name].address
+                await pool.die(name)
+                while len(serving := await routes.get()) < num_replicas or dead in serving:
+                    pass
+
+        await pool.replace_while(start())
+        addresses = [f"127.0.0.1:{2 * num_replicas + 1 + n}" for n in range(num_replicas)]
+        assert sorted(generator.addresses) == addresses
+
+        async def fail() -> None:
+            raise ProcessError("it did not start")
+
+        with pytest.raises(ProcessError, match="it did not start"):
+            await pool.replace_while(fail())
+
+
+@pytest.mark.asyncio
+async def test_a_start_ends_with_the_last_server_that_may_start(generator: _Generator) -> None:
+    cancelled = asyncio.Event()
+    async with _pool(_Launcher(), num_replicas=1, max_restarts=0) as pool:
+        await pool.connect(Requirements())
+
+        async def start() -> None:
+            await pool.die("rollout-0")
+            try:
+                await asyncio.Future()
+            finally:
+                cancelled.set()
+
+        with pytest.raises(NoServerLeftError):
+            await pool.replace_while(start())
+        assert cancelled.is_set()
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("times", "addresses"),
     [(3, ["127.0.0.1:1", "127.0.0.1:2"]), (1000, ["127.0.0.1:2"])],

@@ -37,7 +37,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Self
 
 from treadle.agent_loop import AgentTask, Image, LoopError, Trajectory
 from treadle.agent_loop.aio import concurrently
@@ -55,7 +55,9 @@ from treadle.tracing import (
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
 from treadle.trainer.launch.supervision import Restarts
+from treadle.trainer.rollout.attached_server import AttachedServer
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
+from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_security import server_security
 from treadle.trainer.rollout.workers.messages import (
     RUNNER_SETTINGS,
@@ -73,9 +75,6 @@ from treadle.trainer.rollout.workers.trajectory_codec import (
     read_trajectory,
 )
 from treadle.trainer.rollout.workers.worker_process import LoopWorker, start_worker
-
-if TYPE_CHECKING:
-    from treadle.trainer.rollout.server_pool import ServerPool
 
 __all__ = ["LoopWorkers", "NoWorkerLeftError", "loop_workers"]
 
@@ -225,7 +224,7 @@ class LoopWorkers:
         await asyncio.gather(*(worker.stop() for worker in self._live.values()))
         self._live = {}
 
-    def follow(self, servers: "ServerPool") -> None:
+    def follow(self, servers: ServerPool) -> None:
         """Keeps the workers from weights that are older than the pool's, from now on."""
         servers.on_change(lambda routes: self._require(routes.weight_version))
 
@@ -589,17 +588,12 @@ async def _each(
             yield task
 
 
-class _Addressed(Protocol):
-    @property
-    def address(self) -> str: ...
-
-
 @asynccontextmanager
 async def loop_workers(
     launcher: Launcher,
     config: Config,
     *,
-    servers: Sequence[_Addressed],
+    servers: AttachedServer | ServerPool,
     requirements: Requirements,
     loops: frozenset[str],
     images: bool,
@@ -615,6 +609,12 @@ async def loop_workers(
     """
     workers = LoopWorkers(launcher, config, requirements=requirements, loops=loops, images=images)
     async with RunRouter(launcher, config, on_lost=workers.fail) as router, workers:
-        await router.start([server.address for server in servers])
-        await workers.start(router.address)
+        await router.start([server.address for server in servers.live])
+        starting = workers.start(router.address)
+        if isinstance(servers, ServerPool):
+            router.follow(servers)
+            workers.follow(servers)
+            await servers.replace_while(starting)  # a worker waits for a server that answers
+        else:
+            await starting
         yield workers, router
