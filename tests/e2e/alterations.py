@@ -25,11 +25,11 @@ from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveRequest
+from treadle.tracing.trajectories import DIRECTORY, write_file
 from treadle.trainer.checkpoint.manifest import MANIFEST, write_manifest
 from treadle.trainer.checkpoint.run_directory import CHECKPOINTS, CONFIG
 from treadle.trainer.config.load import ConfigError, load_config
@@ -98,11 +98,9 @@ def reseal(run: Path) -> None:
 
 def rewrite(run: Path, step: int, change: Callable[[Rows], None]) -> None:
     """Changes rows of the trajectories of a step."""
-    path = run / train_file(step)
-    table = pq.read_table(path)
-    rows = table.to_pylist()
+    rows = pq.read_table(run / train_file(step)).to_pylist()
     change(rows)
-    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+    write_file(run / DIRECTORY, step=step, phase="train", rows=rows)
 
 
 def vouched_files(run: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from treadle.tracing.trajectories.schema import (
 )
 from treadle.tracing.trajectories.write import (
     SpanColumns,
+    is_as_written,
     remove_files_after,
     total_bytes,
     write_file,
@@ -47,6 +48,7 @@ __all__ = [
     "find_image",
     "image_bytes",
     "image_name",
+    "is_as_written",
     "remove_files_after",
     "total_bytes",
     "write_file",

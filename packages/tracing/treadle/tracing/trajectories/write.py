@@ -8,12 +8,14 @@ damage them, and a reader leaves those out. One process writes a directory at a 
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -28,7 +30,7 @@ from treadle.tracing.trajectories.schema import (
     parse_file_name,
 )
 
-__all__ = ["SpanColumns", "remove_files_after", "total_bytes", "write_file"]
+__all__ = ["SpanColumns", "is_as_written", "remove_files_after", "total_bytes", "write_file"]
 
 _PARTIAL: Final = ".partial"
 _ROWS_PER_GROUP: Final = 256
@@ -41,6 +43,9 @@ _TOKEN_FLOATS: Final = tuple(
 )
 """Their bytes are ordered by significance, which makes 15 bytes of a token of 21. It excludes
 dictionaries, whose part zstd does as well."""
+
+
+_ARROW: Final = re.compile(r"parquet-cpp-arrow version \d+\.\d+\.\d+")
 
 
 def write_file(
@@ -66,18 +71,11 @@ def write_file(
         OSError: The disk is full or gone. No partial file stays.
         ValueError: A row does not fit the schema.
     """
-    metadata = {SCHEMA_VERSION_KEY: b"%d" % SCHEMA_VERSION, LEFT_OUT_KEY: b"%d" % left_out}
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / file_name(step, phase)
     partial = path.with_name(path.name + _PARTIAL)
     try:
-        with pq.ParquetWriter(
-            partial,
-            SCHEMA.with_metadata(metadata),
-            compression="zstd",
-            use_dictionary=False,
-            column_encoding=dict.fromkeys(_TOKEN_FLOATS, "BYTE_STREAM_SPLIT"),
-        ) as file:
+        with _writer(partial, _schema(b"%d" % left_out), checksums=True) as file:
             # A row group at a time, so that few rows are in memory, and other threads get a turn.
             for group in _groups(rows):
                 file.write_table(_table(group))
@@ -90,6 +88,53 @@ def write_file(
             raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
         raise
     return size
+
+
+def _writer(sink: Path | BinaryIO, schema: pa.Schema, *, checksums: bool) -> pq.ParquetWriter:
+    return pq.ParquetWriter(
+        sink,
+        schema,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding=dict.fromkeys(_TOKEN_FLOATS, "BYTE_STREAM_SPLIT"),
+        write_page_checksum=checksums,
+    )
+
+
+def is_as_written(path: Path) -> bool:
+    """Returns whether a file has the bytes that its rows give when they are written again.
+
+    So a change of any byte is found. In a file of another version of Arrow or of the schema, only
+    the checksums of its pages are compared; releases up to 0.1 wrote none.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            written_by, found = file.metadata.created_by, file.schema_arrow.metadata or {}
+            groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
+            same_columns = file.schema_arrow.equals(SCHEMA)
+    except (OSError, pa.ArrowException):
+        return False
+    if not _ARROW.fullmatch(written_by):
+        return False
+    if written_by != f"parquet-cpp-arrow version {pa.__version__}":
+        return True
+    if not same_columns:
+        return found.get(SCHEMA_VERSION_KEY) != b"%d" % SCHEMA_VERSION
+    content, schema = path.read_bytes(), _schema(found.get(LEFT_OUT_KEY, b"0"))
+    return any(_written(schema, groups, checksums=each) == content for each in (True, False))
+
+
+def _schema(left_out: bytes) -> pa.Schema:
+    metadata = {SCHEMA_VERSION_KEY: b"%d" % SCHEMA_VERSION, LEFT_OUT_KEY: left_out}
+    return SCHEMA.with_metadata(metadata)
+
+
+def _written(schema: pa.Schema, groups: Sequence[pa.Table], *, checksums: bool) -> bytes:
+    sink = io.BytesIO()
+    with _writer(sink, schema, checksums=checksums) as file:
+        for group in groups:
+            file.write_table(group)
+    return sink.getvalue()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,12 @@
 """Files are whole, have the schema, and leave with the steps that a resume repeats."""
 
+import random
 from array import array
 from collections.abc import Iterable
 from itertools import accumulate
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -12,12 +14,14 @@ from treadle.tracing.trajectories import (
     DIRECTORY,
     SCHEMA,
     SpanColumns,
+    is_as_written,
     remove_files_after,
     total_bytes,
     write_file,
 )
 from treadle.tracing.trajectories.schema import LEFT_OUT_KEY, SCHEMA_VERSION_KEY
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
+from treadle.tracing.trajectories.write import _schema, _written
 
 
 def _names(directory: Path) -> list[str]:
@@ -72,6 +76,31 @@ def test_spans_may_come_as_numbers_and_one_text(tmp_path: Path) -> None:
     read = [samples[0]["spans"] for samples in table.column("samples").to_pylist()]
     assert read == [found, [], found, found, sample["spans"]]
     assert table.column("messages").to_pylist()[-1] == "[\u00e9]"
+
+
+def test_a_change_of_any_byte_of_a_file_is_found(tmp_path: Path) -> None:
+    rows = list(make_rows(3, "train", rows=300, samples=2))
+    write_file(tmp_path, step=3, phase="train", rows=rows, left_out=7)
+    (path,) = tmp_path.iterdir()
+    content = path.read_bytes()
+    assert is_as_written(path)
+    draw, size, footer = random.Random(0), len(content), int.from_bytes(content[-8:-4], "little")
+    places = [draw.randrange(size) for _ in range(40)]
+    places += [size - 8 - draw.randrange(footer) for _ in range(40)]
+    for place in places:
+        bit = 1 << draw.randrange(8)
+        altered = content[:place] + bytes([content[place] ^ bit]) + content[place + 1 :]
+        path.write_bytes(altered)
+        of_another_arrow = pa.__version__.encode() not in altered
+        assert of_another_arrow or not is_as_written(path), (place, bit)
+
+
+def test_a_file_without_checksums_of_an_earlier_release_is_as_written(tmp_path: Path) -> None:
+    write_file(tmp_path, step=3, phase="train", rows=make_rows(3, "train", rows=3, samples=1))
+    (path,) = tmp_path.iterdir()
+    table = pq.read_table(path)
+    path.write_bytes(_written(_schema(b"0"), [table], checksums=False))
+    assert is_as_written(path)
 
 
 def test_a_row_group_is_bounded_by_rows_and_by_tokens(tmp_path: Path) -> None:

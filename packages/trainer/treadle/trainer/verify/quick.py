@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from treadle.policy.algorithms.estimators import FoundEstimator, find_estimator
-from treadle.tracing.trajectories import DIRECTORY, file_name
+from treadle.tracing.trajectories import DIRECTORY, file_name, is_as_written
 from treadle.trainer.checkpoint.manifest import DamageError, check_manifest
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
@@ -75,6 +75,8 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
         except RecordError as error:
             yield f"step {step}: {name} {error}"
             continue
+        if not is_as_written(run_dir / name):
+            yield f"step {step}: {name} is not what its rows are written as"
         problems = [
             *_versions(recorded, step),
             *_repeated(recorded, times, int(record.get("data/epoch", step))),
@@ -138,9 +140,10 @@ def _checkpoints(run_dir: Path, metrics: Mapping[int, Record]) -> Iterator[str]:
         record = metrics.get(step, {})
         for name, value in kept.metrics.items():
             logged = record.get(name, math.nan)
-            if name.startswith("time/") or not (math.isfinite(value) or math.isfinite(logged)):
-                continue  # the step's time grows until it is logged
-            if value != logged:
+            if not (math.isfinite(value) or math.isfinite(logged)):
+                continue
+            # These grow until they are logged.
+            if value > logged if name in ("time/save_s", "time/step_s") else value != logged:
                 yield f"step {step}: {name} is {value} in its checkpoint, and {logged} is logged"
 
 
