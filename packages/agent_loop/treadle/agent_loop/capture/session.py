@@ -35,61 +35,45 @@ them to be rendered, one at a time, and for the generator.
 """
 
 import asyncio
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Self
 
 from treadle.agent_loop.aio import concurrently
 from treadle.agent_loop.capture.branch import (
-    Branch,
     BranchPlan,
-    Continuation,
     Draft,
     make_draft,
     plan_ids,
 )
 from treadle.agent_loop.capture.call_ids import CallIds
+from treadle.agent_loop.capture.session_record import CapturedTurn, SessionRecord
 from treadle.agent_loop.capture.stop_strings import cut_at_stop
 from treadle.agent_loop.capture.streamed_text import StreamedText, TurnDelta
 from treadle.agent_loop.capture.template_fit import TemplateFit
 from treadle.agent_loop.errors import LoopError, PromptTooLongError, RolloutError
-from treadle.agent_loop.loops.conversation import Turn
 from treadle.agent_loop.loops.loop import Services
 from treadle.agent_loop.loops.sampler import TurnSampler
 from treadle.agent_loop.runner.seeds import derive_seed
 from treadle.agent_loop.span_content import message_content
 from treadle.agent_loop.tokens.renderer import BoundedRenderer, ParsedCompletion
-from treadle.agent_loop.tokens.retokenization_drift import RecordedSample, measure_drift
 from treadle.agent_loop.tokens.transcript import Tokens
-from treadle.agent_loop.trajectory import Finding, Trajectory
+from treadle.agent_loop.trajectory import Trajectory
 from treadle.agent_loop.types import (
     AgentTask,
-    Completion,
-    FinishReason,
     Message,
     SamplingParams,
     StopReason,
     TokenChunk,
     ToolSpec,
 )
-from treadle.tracing import Metric, Reduce, span
+from treadle.tracing import Metric, span
 
-_log = logging.getLogger(__name__)
 _LONG = 1 << 16
 """Number of characters from which on a request is rendered beside the event loop."""
-_COUNTS = (
-    *(how.value for how in Continuation),
-    "refused",
-    "fitted",
-    "tokens_past_stop",
-    "constrained_tokens",
-    "all_constrained",
-)
 
 
 class LimitReachedError(RolloutError):
@@ -102,29 +86,6 @@ class LimitReachedError(RolloutError):
 
 class SessionEndedError(LoopError):
     """A completion was requested after `finish`, or ended after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CapturedTurn(Turn):
-    """One completion of a captured session.
-
-    Attributes:
-        completion: Ids, log-probabilities and weight versions, as written to the ledger.
-        num_prompt_tokens: Number of tokens of the prompt.
-        how: How the request relates to the recorded branches.
-        number: Number of the request in its session, from 0; unique.
-        stop_string: The stop string that was cut off its text, if one was.
-        constrained: Whether it was sampled under a constraint, and is not trained on.
-        call_ids: The ids of its calls as the model wrote them; those of the message are unique.
-    """
-
-    completion: Completion
-    num_prompt_tokens: int
-    how: Continuation
-    number: int
-    stop_string: str | None = None
-    constrained: bool = False
-    call_ids: tuple[str, ...] = ()
 
 
 class CapturedSession:
@@ -144,15 +105,10 @@ class CapturedSession:
             self._renderer = self._renderer.bounded(bound)
         self._fit = TemplateFit(services.renderer)
         self._planning = asyncio.Lock()
-        self._branches: list[Branch] = []
         self._call_ids = CallIds()
-        self._counts: Counter[str] = Counter()
-        self._findings: list[Finding] = []
+        self._record = SessionRecord(task, services, self._fit, self._sampler)
         self._under_way = 0
         self._answers_under_way = 0
-        self._assistant_turns = 0
-        self._user_turns = 0
-        self._refused: StopReason | None = None
         self._ended = False
 
     def __enter__(self) -> Self:
@@ -167,8 +123,8 @@ class CapturedSession:
         self.close()
         if error is not None:
             error.add_note(
-                f"session {self.session_id} had {self._assistant_turns} completions in "
-                f"{len(self._branches)} branches, and {self._under_way} in flight"
+                f"session {self.session_id} had {self._record.assistant_turns} completions in "
+                f"{len(self._record.branches)} branches, and {self._under_way} in flight"
             )
 
     @property
@@ -179,7 +135,7 @@ class CapturedSession:
     @property
     def assistant_turns(self) -> int:
         """Number of completions so far."""
-        return self._assistant_turns
+        return self._record.assistant_turns
 
     @property
     def num_under_way(self) -> int:
@@ -192,12 +148,14 @@ class CapturedSession:
 
         Runs checks 2, 3, 5 and 6 of `limits`, so that an agent need not run tools in vain.
         """
-        if not self._branches:
+        if not self._record.branches:
             return None
-        limits, last = self._services.limits, self._by_age()[-1].transcript
+        limits, last = self._services.limits, self._record.by_age()[-1].transcript
         return limits.length_stop(
             prompt=last.num_prompt_tokens, response=last.num_response_tokens
-        ) or limits.turn_stop(assistant_turns=self._assistant_turns, user_turns=self._user_turns)
+        ) or limits.turn_stop(
+            assistant_turns=self._record.assistant_turns, user_turns=self._record.user_turns
+        )
 
     async def complete(
         self,
@@ -262,7 +220,9 @@ class CapturedSession:
         self._check_open()
         _check_request(messages, max_tokens, stop)
         async with self._planning:
-            plan = await self._plan(make_draft(self._branches, tuple(messages), tuple(tools)))
+            plan = await self._plan(
+                make_draft(self._record.branches, tuple(messages), tuple(tools))
+            )
         return await self._answer(
             plan,
             n=n,
@@ -324,7 +284,7 @@ class CapturedSession:
         if (limit := self._services.limits.length_stop(prompt=len(prompt), response=0)) is not None:
             raise self._refusal(limit, f"the prompt of this one has {len(prompt)} tokens")
         async with self._planning:
-            plan = plan_ids(self._branches, tuple(prompt), self._services.renderer)
+            plan = plan_ids(self._record.branches, tuple(prompt), self._services.renderer)
         return await self._answer(
             plan, n=n, max_tokens=max_tokens, sampling=sampling, seed=seed, stop=stop
         )
@@ -362,8 +322,7 @@ class CapturedSession:
             sampled = await concurrently(samplings)
         self._check_open()
         for each, (turn, uncut, past) in zip(plans, sampled, strict=True):
-            self._write(each, turn, uncut=uncut)
-            self._counts["tokens_past_stop"] += past
+            self._record.write(each, turn, uncut=uncut, num_past_stop=past)
         return tuple(turn for turn, _, _ in sampled)
 
     async def _sample(
@@ -452,7 +411,7 @@ class CapturedSession:
 
     def samples(self) -> tuple[Tokens, ...]:
         """Returns each branch's tokens; the branch with the latest request comes last."""
-        return tuple(branch.transcript.freeze() for branch in self._by_age())
+        return self._record.samples()
 
     def finish(
         self,
@@ -471,49 +430,11 @@ class CapturedSession:
             LoopError: The agent never got a completion.
         """
         self._ended = True
-        if not self._branches:
-            why = f"; a limit refused it: {self._refused}" if self._refused else ""
+        if not self._record.branches:
+            refused = self._record.refused
+            why = f"; a limit refused it: {refused}" if refused else ""
             raise LoopError(f"the agent of task {self._task.task_id!r} got no completion{why}")
-        branches = self._by_age()
-        recorded = [
-            RecordedSample(
-                tokens=b.transcript.freeze(),
-                messages=self._fit.opening(b.written_messages),
-                tools=b.tools,
-            )
-            for b in branches
-            if not b.by_ids
-        ]
-        drift = measure_drift(recorded, self._services.renderer)
-        samples = self.samples()
-        self._note_untrained(samples)
-        return Trajectory(
-            task=self._task,
-            samples=samples,
-            messages=tuple(branches[-1].messages),
-            stop=stop or self._natural_stop(branches[-1]),
-            assistant_turns=self._assistant_turns,
-            user_turns=self._user_turns,
-            reward=reward,
-            metrics=(*self._metrics(), *drift.metrics, *metrics),
-            findings=(*self._findings, *drift.findings),
-        )
-
-    def _note_untrained(self, samples: Sequence[Tokens]) -> None:
-        """Says so if all turns were sampled under constraints."""
-        tokens = self._counts["constrained_tokens"]
-        if not tokens or any(sample.num_sampled_tokens for sample in samples):
-            return
-        self._counts["all_constrained"] = 1
-        text = (
-            f"all {self._assistant_turns} turns ({tokens} tokens) were sampled under a constraint: "
-            "nothing of this trajectory is trained on"
-        )
-        self._findings.append(Finding(kind="all_constrained", text=text))
-        _log.warning("session %s: %s", self.session_id, text)
-
-    def _by_age(self) -> list[Branch]:
-        return sorted(self._branches, key=lambda branch: branch.last_request)
+        return self._record.trajectory(stop, reward=reward, metrics=metrics)
 
     def _tokens_left(self, plan: BranchPlan, n: int) -> int:
         """Returns the maximum number of tokens of each of n completions; at least 1."""
@@ -521,9 +442,9 @@ class CapturedSession:
         prompt = transcript.num_prompt_tokens
         response = transcript.num_response_tokens + len(plan.observed.ids)
         stop = limits.turn_stop(
-            assistant_turns=self._assistant_turns + self._under_way + n - 1,
+            assistant_turns=self._record.assistant_turns + self._under_way + n - 1,
             # As in `limits`, an answer counts when it is given: the model may reply to the last.
-            user_turns=self._user_turns + self._answers_under_way if plan.is_answer else 0,
+            user_turns=self._record.user_turns + self._answers_under_way if plan.is_answer else 0,
         ) or limits.length_stop(prompt=prompt, response=response)
         if stop is None:
             return limits.tokens_left(prompt=prompt, response=response)
@@ -534,8 +455,7 @@ class CapturedSession:
     def _refusal(self, stop: StopReason, why: str) -> LimitReachedError:
         """Returns the error of a request that a limit forbids, and counts it."""
         limits = self._services.limits
-        self._refused = stop
-        self._counts["refused"] += 1
+        self._record.refuse(stop)
         names = (
             "max_response_tokens",
             "max_context_tokens",
@@ -545,38 +465,8 @@ class CapturedSession:
         bounds = ", ".join(f"{n} {v}" for n in names if (v := getattr(limits, n)) is not None)
         return LimitReachedError(
             f"session {self.session_id} has reached its limit {stop.value}: it had "
-            f"{self._assistant_turns} completions, and {why} ({bounds})",
+            f"{self._record.assistant_turns} completions, and {why} ({bounds})",
             stop=stop,
-        )
-
-    def _write(self, plan: BranchPlan, turn: CapturedTurn, *, uncut: str | None) -> None:
-        branch = plan.branch
-        is_new = branch.last_request < 0
-        branch.write(
-            plan.observed,
-            plan.messages,
-            turn.completion,
-            turn.parsed.message,
-            uncut=uncut,
-            call_ids=turn.call_ids,
-            request=turn.number,
-            trained=not turn.constrained,
-            turns=plan.turns,
-        )
-        if is_new:
-            self._branches.append(branch)
-        self._assistant_turns += 1
-        self._user_turns += plan.is_answer
-        self._refused = None
-        self._counts[plan.how.value] += 1
-        self._counts["fitted"] += plan.fitted
-        self._counts["constrained_tokens"] += turn.completion.num_tokens if turn.constrained else 0
-        self._counts["parse_errors"] += len(turn.parsed.malformed)
-        if plan.why:
-            self._findings.append(Finding(kind="fork", text=f"request {turn.number}: {plan.why}"))
-        self._findings.extend(
-            Finding(kind="malformed_call", text=f"{bad.reason}: {bad.text:.200}")
-            for bad in turn.parsed.malformed
         )
 
     def _numbered(self, parsed: ParsedCompletion) -> ParsedCompletion:
@@ -585,30 +475,6 @@ class CapturedSession:
         calls = tuple(replace(call, id=self._call_ids.take(call.id)) for call in message.tool_calls)
         malformed = tuple(replace(bad, id=self._call_ids.take(bad.id)) for bad in parsed.malformed)
         return replace(parsed, message=replace(message, tool_calls=calls), malformed=malformed)
-
-    def _natural_stop(self, last: Branch) -> StopReason:
-        if self._refused is not None:
-            return self._refused
-        if last.finish is FinishReason.STOP:
-            return StopReason.FINISHED
-        stop = self._services.limits.length_stop(
-            prompt=last.transcript.num_prompt_tokens, response=last.transcript.num_response_tokens
-        )
-        return stop or StopReason.TURN_LENGTH
-
-    def _metrics(self) -> tuple[Metric, ...]:
-        failed = self._sampler.num_requests - self._assistant_turns
-        counts = (Metric(f"capture/{name}", self._counts[name], Reduce.SUM) for name in _COUNTS)
-        return (
-            Metric("agent_loop/generate_s", self._sampler.generate_s, Reduce.MEAN),
-            Metric("agent_loop/interruptions", self._sampler.num_interruptions, Reduce.SUM),
-            Metric("agent_loop/assistant_turns", self._assistant_turns, Reduce.MEAN),
-            Metric("agent_loop/user_turns", self._user_turns, Reduce.MEAN),
-            Metric("tool/parse_errors", self._counts["parse_errors"], Reduce.SUM),
-            Metric("capture/failed", failed, Reduce.SUM),
-            Metric("capture/samples", len(self._branches), Reduce.MEAN),
-            *counts,
-        )
 
     def _check_open(self) -> None:
         if self._ended:
