@@ -1,4 +1,4 @@
-"""Tokens per second of the torch engine and of transformers' `generate`, same shapes, same run.
+"""Tokens per second of the torch engine and of transformers, same shapes, same run.
 
 The workload is that of the calculator demo: groups of samples share a prompt, all prompts share a
 system prefix, and every sequence has a second turn that extends its first by a tool result. The
@@ -8,10 +8,11 @@ has the same number of tokens, which favours `generate`: it never waits for a st
     python benchmarks/engine_throughput.py [--rounds 3] [--threads 2] [--sequences 64]
         [--model 0.5b --device cuda --dtype bfloat16]
 
-`generate` runs each turn as one left-padded batch with its own cache, the engine as
-concurrent requests. They take turns, so a noisy machine affects both. The output is the median and
-range over the rounds, and those of the ratio per round, per second and per second of CPU time,
-which other processes disturb less.
+`generate` runs each turn as one left-padded batch with its own cache, the engine and transformers'
+continuous batching as concurrent requests, the second turn of each as soon as its first has ended.
+They take turns, so a noisy machine affects all. The output is the median and range over the rounds,
+and those of the ratio per round, per second and per second of CPU time, which other processes
+disturb less. Log-probabilities are requested of the engine and of continuous batching.
 """
 
 import argparse
@@ -21,19 +22,27 @@ import logging
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from train_step import SHAPES
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    Qwen2Config,
+)
 
 from treadle.rollout_server.engine import ElementType, EngineRequest, Sampling, Started, Tokens
 from treadle.rollout_server.engines.torch import ModelSource, TorchEngine
 
 SYSTEM_TOKENS, QUESTION_TOKENS, RESULT_TOKENS, COMPLETION_TOKENS = 140, 40, 15, 30
 GROUP_SIZE = 8
+PAGE_TOKENS = 32
+SUBJECTS = ("generate", "continuous batching", "engine")
 VOCAB_SIZE = 1050
 
 
@@ -99,6 +108,51 @@ def run_generate(model: Any, prompts: list[list[int]]) -> int:
     return sampled
 
 
+def run_continuous(manager: Any, prompts: list[list[int]]) -> int:
+    """Runs both turns with continuous batching; returns the number of sampled tokens."""
+    sampled = 0
+    waiting = {f"{index}/0": prompt for index, prompt in enumerate(prompts)}
+    for name, prompt in waiting.items():
+        manager.add_request(prompt, request_id=name, max_new_tokens=COMPLETION_TOKENS)
+    while waiting:
+        result = manager.get_result(timeout=60)
+        if result is None or result.error is not None:
+            raise RuntimeError(f"continuous batching ended: {result}")
+        if not result.is_finished():
+            continue
+        sampled += len(result.generated_tokens)
+        prompt = waiting.pop(result.request_id)
+        index, _, turn = result.request_id.partition("/")
+        if turn == "0":
+            waiting[name := f"{index}/1"] = second_turn(prompt, result.generated_tokens)
+            manager.add_request(waiting[name], request_id=name, max_new_tokens=COMPLETION_TOKENS)
+    return sampled
+
+
+@contextmanager
+def continuous_batching(path: Path, args: argparse.Namespace) -> Iterator[Any]:
+    """Yields transformers' manager over the model, with what it shares of prompts."""
+    auto: Any = AutoModelForCausalLM
+    model: Any = auto.from_pretrained(
+        path, attn_implementation="sdpa", dtype=getattr(torch, args.dtype)
+    )
+    settings = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    batching = ContinuousBatchingConfig(
+        return_logprobs=True,
+        num_blocks=-(-2 * args.sequences * 320 // PAGE_TOKENS),
+        page_size=PAGE_TOKENS,
+        max_batch_tokens=2048,
+    )
+    with (
+        model.to(args.device)
+        .eval()
+        .continuous_batching_context_manager(
+            settings, continuous_batching_config=batching
+        ) as manager
+    ):
+        yield manager
+
+
 async def run_engine(engine: TorchEngine, prompts: list[list[int]]) -> tuple[int, int, int]:
     """Runs both turns; returns the numbers of sampled, prompt and cached prompt tokens."""
 
@@ -148,30 +202,34 @@ async def measure(path: Path, args: argparse.Namespace) -> dict[str, object]:
         prefix_cache_bytes=512 << 20,
         num_threads=args.threads,
     )
-    rates: dict[str, list[float]] = {"generate": [], "engine": []}
-    cpu_rates: dict[str, list[float]] = {"generate": [], "engine": []}
+    rates: dict[str, list[float]] = {name: [] for name in SUBJECTS}
+    cpu_rates: dict[str, list[float]] = {name: [] for name in SUBJECTS}
     cached_share = 0.0
 
     def note(name: str, began: _Times, ended: _Times, sampled: int) -> None:
         rates[name].append(sampled / (ended.wall_s - began.wall_s))
         cpu_rates[name].append(sampled / (ended.cpu_s - began.cpu_s))
 
-    try:
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(engine.aclose)
+        torch.set_num_threads(args.threads)
+        manager = stack.enter_context(continuous_batching(path, args))
         for number in range(-1, args.rounds):  # The first round is a warm-up.
             prompts = prompts_of(args.sequences, seed=number + 1)
             began = _Times.now()
-            sampled = await asyncio.to_thread(
+            generated = await asyncio.to_thread(
                 _with_threads, args.threads, run_generate, model, prompts
             )
-            middle = _Times.now()
+            first = _Times.now()
+            batched = await asyncio.to_thread(run_continuous, manager, prompts)
+            second = _Times.now()
             counts = await run_engine(engine, prompts)
             ended = _Times.now()
             if number >= 0:
-                note("generate", began, middle, sampled)
-                note("engine", middle, ended, counts[0])
+                note("generate", began, first, generated)
+                note("continuous batching", first, second, batched)
+                note("engine", second, ended, counts[0])
                 cached_share = counts[2] / counts[1]
-    finally:
-        await engine.aclose()
     return {
         "sequences": args.sequences,
         "threads": args.threads,
@@ -206,11 +264,11 @@ def main() -> None:
     )
     for unit in ("tokens_per_s", "tokens_per_cpu_s"):
         rates: Any = result[unit]
-        ratios = [e / g for e, g in zip(rates["engine"], rates["generate"], strict=True)]
         print(f"  {unit}")
-        print(f"    transformers generate  {spread(rates['generate'])}")
-        print(f"    torch engine           {spread(rates['engine'])}")
-        print(f"    ratio                  {spread(ratios, '{:.2f}')}")
+        for name in SUBJECTS:
+            ratios = [e / g for e, g in zip(rates["engine"], rates[name], strict=True)]
+            of_engine = spread(ratios, "{:.2f}")
+            print(f"    {name:20} {spread(rates[name])}; the engine's over it {of_engine}")
     print(f"  prompt tokens cached   {result['cached_prompt_share']:.0%}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=2) + "\n")

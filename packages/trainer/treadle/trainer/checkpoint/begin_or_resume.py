@@ -173,16 +173,23 @@ def find_resume_point(
         notes += _resuming(own)
         return ResumePoint(begun=True, checkpoint=own, notes=(*notes, *changes))
     _check_that_nothing_was_saved(directory, config)
+    again = _begin_again(directory, config, began, contents=contents)
+    return replace(again, notes=(*notes, *again.notes, *changes))
+
+
+def _begin_again(
+    directory: RunDirectory, config: AnyConfig, began: str, *, contents: bool
+) -> ResumePoint:
+    """Returns where a run begins that has begun and saved nothing."""
     if began in ("auto", "never"):
-        notes.append("no checkpoint was reached before: beginning again")
-        return ResumePoint(begun=True, checkpoint=None, notes=(*notes, *changes))
-    if path is None:
+        note = "no checkpoint was reached before: beginning again"
+        return ResumePoint(begun=True, checkpoint=None, notes=(note,))
+    if not isinstance(config.run.resume, Path):
         raise RunDirectoryError(
             f"run.dir={directory.path} holds a run that began from {began} and saved no "
             f"checkpoint: give run.resume={began} again, or choose another directory"
         )
-    again = _from_other_run(path, config, begun=True, contents=contents)
-    return replace(again, notes=(*notes, *again.notes, *changes))
+    return _from_other_run(config.run.resume, config, begun=True, contents=contents)
 
 
 def open_metrics(run_dir: Path, resume: ResumePoint) -> MetricsLog:
