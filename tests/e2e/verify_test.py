@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from treadle.tracing.trajectories import is_as_written
 from treadle.trainer.main import main
 from treadle.trainer.report.seals import SEALS, read_seals
 from treadle.trainer.verify.quick import train_file
+from treadle.trainer.verify.recorded import RecordError, read_step
 
 from .alterations import ROWS, make_run, problems_of, reseal, rewrite, vouched_files
 
@@ -111,6 +113,21 @@ def test_what_only_the_policy_can_judge_is_found_by_the_replay(
     assert problems_of(copy) == []
     assert main(["verify", str(copy), "--replay"]) == 1
     assert "\nstep 2: " in capsys.readouterr().out
+
+
+def test_a_damaged_footer_of_a_trajectory_file_is_a_problem_and_no_traceback(
+    run: Path, tmp_path: Path
+) -> None:
+    content = (run / train_file(1)).read_bytes()
+    footer = int.from_bytes(content[-8:-4], "little")
+    path, draw = tmp_path / "damaged.parquet", random.Random(0)
+    for place in draw.sample(range(len(content) - 8 - footer, len(content)), 100):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        try:
+            read_step(path)
+        except RecordError:
+            continue
+        assert not is_as_written(path), place
 
 
 def test_the_seal_of_a_line_is_that_of_its_bytes(run: Path) -> None:

@@ -112,7 +112,7 @@ def is_as_written(path: Path) -> bool:
             written_by, found = file.metadata.created_by, file.schema_arrow.metadata or {}
             groups = [file.read_row_group(number) for number in range(file.num_row_groups)]
             same_columns = file.schema_arrow.equals(SCHEMA)
-    except (OSError, pa.ArrowException):
+    except (OSError, ValueError, pa.ArrowException):
         return False
     if not _ARROW.fullmatch(written_by):
         return False

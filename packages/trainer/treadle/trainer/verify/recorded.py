@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
@@ -77,7 +78,7 @@ def read_step(path: Path) -> RecordedStep:
         table = pq.read_table(path, columns=list(_COLUMNS))
         rows = table.to_pylist()
         left_out = int((table.schema.metadata or {}).get(LEFT_OUT_KEY, b"0"))
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise RecordError(f"cannot be read: {error}") from None
     trajectories = []
     for number, row in enumerate(rows):
