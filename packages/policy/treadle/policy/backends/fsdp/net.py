@@ -114,10 +114,14 @@ class Net(nn.Module):
         def one(
             logits_TV: Tensor, targets_T: Tensor, masks: Sequence[bytes]
         ) -> tuple[Tensor, Tensor]:
-            if temperature != 1.0:
-                logits_TV = logits_TV.float() / temperature
-            columns = logits_TV.shape[-1]
-            return from_logits(logits_TV, targets_T, masks, vocab_size=columns, group=None)
+            return from_logits(
+                logits_TV,
+                targets_T,
+                masks,
+                vocab_size=logits_TV.shape[-1],
+                group=None,
+                temperature=temperature,
+            )
 
         if not self._behind_decoder:
             logits = self._whole(micro.ids_BP, micro.lengths).flatten(0, 1)

@@ -17,7 +17,7 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -259,7 +259,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
 
-    def forward_backward(
+    def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -268,8 +268,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> LossStats:
-        """See `PolicyBackend.forward_backward`."""
+    ) -> Callable[[], LossStats]:
+        """See `PolicyBackend.add_gradient`."""
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         computed = to_compute(sequences, loss)
         micro_batches = self._plan(sequences, of_tokens, computed, self._model)
@@ -281,11 +281,15 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
-        stats = of_batch.reduce(len(micro_batches))
-        of_experts = load.metrics(
-            self._model, self.architecture, replaying=self._config.moe.routing_replay
-        )
-        return replace(stats, metrics={**stats.metrics, **of_experts})
+
+        def statistics() -> LossStats:
+            stats = of_batch.reduce(len(micro_batches))
+            of_experts = load.metrics(
+                self._model, self.architecture, replaying=self._config.moe.routing_replay
+            )
+            return replace(stats, metrics={**stats.metrics, **of_experts})
+
+        return statistics
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
