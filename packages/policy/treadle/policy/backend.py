@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.usage import ModelWork
     from treadle.policy.client.types import (
         LossAggregation,
         LossStats,
@@ -337,6 +338,14 @@ class PolicyBackend(TrainedBackend, Protocol):
             RuntimeError: The policy has no adapter.
         """
         ...
+
+    def work(self) -> ModelWork | None:
+        """Returns what the arithmetic of a step follows from; None where it is not known."""
+        return None
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Returns the bytes of parameters, gradients and optimizer on this rank's device."""
+        return {}
 
     def make_critic(self, config: CriticConfig) -> CriticBackend:
         """Loads a critic beside the policy, with its layout; the critic's value head begins at 0.

@@ -163,4 +163,5 @@ def _metrics(stats: pb.FineTuneResponse) -> dict[str, float]:
         "sequences/trained": float(update.num_sequences),
         "tokens/trained": float(update.num_tokens),
         "tokens/loss": float(update.num_loss_tokens),
+        **{name: value for name, value in update.metrics.items() if name.startswith("policy/")},
     }

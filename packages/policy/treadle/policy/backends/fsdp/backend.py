@@ -33,6 +33,7 @@ from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
+from treadle.policy.backends.usage import ModelWork
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
@@ -187,6 +188,10 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
         count = self.accumulate(batch, computed, of_batch, temperature)
         return lambda: of_batch.reduce(count)
+
+    def work(self) -> ModelWork | None:
+        """See `PolicyBackend.work`; None of a model whose config does not name its heads."""
+        return self._net.work(passes=2 if self._net.lora_scaling else 3)
 
     # --- weights and checkpoints ---------------------------------------------------------------
 

@@ -43,6 +43,7 @@ from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import save_folder, sum_over_ranks
+from treadle.policy.backends.usage import ModelWork, windows_of
 from treadle.policy.backends.vision.reader import ImageReader
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
@@ -290,6 +291,23 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             return replace(stats, metrics={**stats.metrics, **of_experts})
 
         return statistics
+
+    def work(self) -> ModelWork:
+        """See `PolicyBackend.work`."""
+        shape, experts = self.architecture, self.architecture.experts
+        dense = sum(rows * columns for columns, rows in shape.matrices.values())
+        weights = float(shape.num_layers * dense)
+        if experts is not None:
+            own, theirs = experts.per_token * experts.ffn_size, shape.ffn_size
+            of_layer = 3 * (own - theirs) + experts.number  # which the router has
+            weights += len(experts.layers) * shape.hidden_size * of_layer
+        return ModelWork(
+            weights=weights,
+            head=shape.vocab_size * shape.hidden_size,
+            heads=shape.num_heads * shape.head_dim,
+            windows=windows_of([shape.window(layer) for layer in range(shape.num_layers)]),
+            passes=2 if self._config.lora.rank else 3,
+        )
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
