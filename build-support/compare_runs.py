@@ -17,7 +17,7 @@ from typing import Any
 # the policy computes the log-probabilities that it trains on itself.
 BATCHING = ("rollout/kl", "rollout/logprob_diff_")
 WALL_TIME = ("_s", "_per_second")
-TIME_SHARES = ("/time_share/", "/busy_")
+TIME_SHARES = ("/time_share/", "/busy_", "policy/mfu")
 # Which trajectory is the slowest is a matter of wall time, and so are its lengths.
 SLOWEST = "agent_loop/slowest/"
 

@@ -60,6 +60,8 @@ class Check:
         gpus: Number of GPUs that it needs.
         only_gpu: Why it is not run on the CPU; "" if it is.
         limit_s: Seconds after which it is ended and has failed.
+        about_s: Seconds that it is expected to take on one GPU; where a call has fewer left, it is
+            left to the next one.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Check:
     gpus: int = 1
     only_gpu: str = ""
     limit_s: float = 900.0
+    about_s: float = 30.0
 
 
 def expect(holds: bool, seen: str) -> None:

@@ -5,7 +5,9 @@ its own process.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Final
 
 from gpu.check import Check, Context, Figures
 
@@ -184,5 +186,34 @@ def _speeds() -> Iterator[Check]:
         )
 
 
-CHECKS = (*_machine(), *_policies(), *_servers(), *_runs(), *_speeds())
-"""All checks; `main.py` runs them."""
+_ABOUT_S: Final = {
+    **{"run_vllm": 150.0, "run_vllm_in_turn": 100.0, "vllm_bfloat16": 120.0, "vllm_float32": 120.0},
+    **{"speed_vllm_server": 120.0, "speed_training": 60.0, "policy_offload": 60.0},
+    **{"run_sglang": 150.0, "run_sglang_in_turn": 100.0, "speed_sglang_server": 120.0},
+    **{"sglang_bfloat16": 120.0, "sglang_float32": 120.0},
+}
+"""Estimates; the machine's own start is not in them."""
+
+CHECKS = tuple(
+    replace(check, about_s=_ABOUT_S.get(check.name, check.about_s))
+    for check in (*_machine(), *_policies(), *_servers(), *_runs(), *_speeds())
+)
+"""All checks, in an order in which each comes after what it needs; `main.py` runs them."""
+
+_FIRST: Final = (
+    *("run_vllm", "speed_training", "vllm_bfloat16", "speed_vllm_server", "run_vllm_in_turn"),
+    *("run_collective", "run_tensor_parallel", "run_vllm_two_gpus", "run_vllm_four_gpus"),
+    *("run_sglang", "sglang_bfloat16", "speed_sglang_server", "run_sglang_in_turn"),
+    *("policy_logprobs", "policy_gradient", "run_torch", "run_torch_in_turn", "torch_bfloat16"),
+    *("policy_offload", "speed_torch_engine", "speed_torch_server", "torch"),
+)
+"""What nobody has seen, then what a change may have broken."""
+
+
+def by_value(checks: Sequence[Check]) -> list[Check]:
+    """Returns the checks in the order in which minutes of a GPU are best used.
+
+    A check may come before those that it needs, which count only where they have failed already.
+    """
+    place = {name: number for number, name in enumerate(_FIRST)}
+    return sorted(checks, key=lambda check: place.get(check.name, len(place)))

@@ -2,15 +2,17 @@
 
     python -m gpu.main --out gpu_results.md --vllm /opt/vllm/bin/treadle-rollout-server
 
-Each check runs in a separate process. One that fails stops only those that need it; one that cannot
-run here is skipped and says why. `--device cpu` runs what a CPU can show, at a small size: it shows
-that the checks work, and nothing about GPUs.
+With `--minutes` it runs what matters most first, and goes on from the results of an earlier call
+with the same page. Each check runs in a separate process. One that fails stops only those that need
+it; one that cannot run here is skipped and says why. `--device cpu` runs what a CPU can show, at a
+small size: it shows that the checks work, and nothing about GPUs.
 
 The exit status is 0 if no check fails, 1 if one does, 2 if the command line or the machine permits
 no run.
 """
 
 import argparse
+import math
 import os
 import shlex
 import sys
@@ -19,8 +21,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from gpu import records
 from gpu.check import Context
-from gpu.checks import CHECKS
+from gpu.checks import CHECKS, by_value
 from gpu.machine import machine_rows
 from gpu.page import line, page, totals
 from gpu.runner import Outcome, Result, run_all
@@ -58,13 +61,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     _say(f"logs of the checks: {context.folder}")
     title = "Results on GPUs" if gpus else "The checks of GPUs on a CPU: no result about GPUs"
-    write = partial(page, machine_rows(gpus), title=title, planned=len(checks))
+    machine = machine_rows(gpus)
+    write = partial(page, machine, title=title, planned=len(checks))
+    kept = args.out.with_suffix(".jsonl")
+    before: list[Result] = []
+    if args.minutes is not None:
+        before = records.read(kept, machine, CHECKS)
+        planned = {*(check.name for check in checks), *(result.check.name for result in before)}
+        write = partial(page, machine, title=title, planned=len(planned))
+        checks = by_value(checks)
+        _say(f"{len(before)} results of {kept} are taken over")
 
     def note(results: Sequence[Result]) -> None:
         _say(line(results[-1]))
         args.out.write_text(write(results))  # each time: what ends this program leaves a page
+        records.write(kept, machine, results)
 
-    results = run_all(checks, context, after_each=note)
+    results = run_all(
+        checks,
+        context,
+        after_each=note,
+        before=before,
+        seconds=math.inf if args.minutes is None else 60 * args.minutes,
+    )
+    names = {result.check.name for result in results}
+    if left := [check.name for check in checks if check.name not in names]:
+        _say(f"no time was left for {', '.join(left)}: the same command goes on there")
     _say(f"{totals(results)}; {args.out}")
     return int(any(result.outcome is Outcome.FAILS for result in results))
 
@@ -97,6 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--only", nargs="+", default=[], metavar="CHECK", help="these; what they need is not run"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="N",
+        help="end after so many, what matters most first; the next call with the same --out goes "
+        "on from there, as its results are in a file beside it that ends in .jsonl",
     )
     parser.add_argument("--list", action="store_true", help="print the checks and what they show")
     return parser

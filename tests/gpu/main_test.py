@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from gpu.check import Context
-from gpu.checks import CHECKS
+from gpu.checks import _FIRST, CHECKS, by_value
 from gpu.main import main
 from gpu.run_checks import KINDS, settings
 
@@ -63,6 +63,36 @@ def test_it_runs_a_check_and_writes_the_page(
     assert "| optional_kernels | holds |" in text
     assert "| run_all_gpus | skipped |" in text
     assert "| driver | none |" in text
+
+
+def test_a_second_call_goes_on_where_the_first_one_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "page.md"
+    arguments = ["--device", "cpu", "--out", str(out), "--logs", str(tmp_path / "logs")]
+    two = ["--only", "optional_kernels", "run_all_gpus"]
+    assert main([*arguments, *two, "--minutes", "0"]) == 0
+    said = capsys.readouterr().out
+    assert "no time was left for optional_kernels: the same command goes on there" in said
+    assert "NOT COMPLETE: 1 were not reached" in out.read_text()
+    assert main([*arguments, *two, "--minutes", "5"]) == 0
+    assert "1 hold, 0 fail, 1 skipped" in capsys.readouterr().out
+    first = out.read_text()
+    assert main([*arguments, *two, "--minutes", "5"]) == 0
+    said = capsys.readouterr().out
+    assert "1 results of" in said and "optional_kernels" not in said.partition("taken over")[2]
+    assert out.read_text() == first
+    kept = out.with_suffix(".jsonl")
+    kept.write_text(kept.read_text().replace("processors", "other processors"))
+    assert main([*arguments, *two, "--minutes", "0"]) == 0
+    assert "0 results of" in capsys.readouterr().out
+
+
+def test_what_nobody_has_seen_comes_first() -> None:
+    names = [check.name for check in by_value(CHECKS)]
+    assert sorted(names) == sorted(check.name for check in CHECKS)
+    assert names[:2] == ["run_vllm", "speed_training"]
+    assert set(_FIRST) <= set(names)
 
 
 def test_a_machine_without_gpus_is_no_result(

@@ -8,6 +8,7 @@ have its processes.
 import contextlib
 import enum
 import json
+import math
 import os
 import signal
 import subprocess
@@ -61,6 +62,8 @@ def run_all(
     *,
     table: str = "gpu.checks",
     after_each: Callable[[Sequence[Result]], None],
+    before: Sequence[Result] = (),
+    seconds: float = math.inf,
 ) -> list[Result]:
     """Runs the checks in their order.
 
@@ -69,16 +72,28 @@ def run_all(
         context: Of all checks; each gets a directory of its `folder`.
         table: The module whose `CHECKS` has the checks, for the processes that run them.
         after_each: Gets all results so far.
+        before: Results of an earlier call; their checks are not run.
+        seconds: Time for all. A check that would take longer than is left is not begun, and one
+            that has not ended by then is ended; neither has a result.
     """
-    outcomes: dict[str, Outcome] = {}
-    results: list[Result] = []
+    ends_at = time.monotonic() + seconds
+    results = list(before)
+    outcomes = {result.check.name: result.outcome for result in results}
     for check in checks:
+        left = ends_at - time.monotonic()
+        if check.name in outcomes:
+            continue
         if reason := _cannot_run(check, context, outcomes):
             result = Result(check=check, outcome=Outcome.SKIPPED, seen=reason, figures={})
+        elif left <= (check.about_s if context.on_gpu else 0.0):
+            continue
         else:
             own = replace(context, folder=context.folder / check.name)
             own.folder.mkdir(parents=True, exist_ok=True)
-            result = _run(check, own, table)
+            found = _run(check, own, table, min(check.limit_s, left))
+            if found is None:
+                continue
+            result = found
         outcomes[check.name] = result.outcome
         results.append(result)
         after_each(results)
@@ -100,7 +115,8 @@ def _cannot_run(check: Check, context: Context, outcomes: Mapping[str, Outcome])
     return ""
 
 
-def _run(check: Check, context: Context, table: str) -> Result:
+def _run(check: Check, context: Context, table: str, limit_s: float) -> Result | None:
+    """Returns the result; None if the time of all checks ended before that of this one."""
     answer, log = context.folder / "result.json", context.folder / "log.txt"
     answer.unlink(missing_ok=True)
     environment = {**os.environ, "PYTHONPATH": child_python_path()}
@@ -112,10 +128,12 @@ def _run(check: Check, context: Context, table: str) -> Result:
             [sys.executable, "-m", "gpu.child", table, check.name, as_json(context), str(answer)],
             environment,
             output.fileno(),
-            check.limit_s,
+            limit_s,
         )
     seconds = time.monotonic() - began
     figures: Figures = {}
+    if status is None and limit_s < check.limit_s:
+        return None
     if status is None:
         outcome, seen = Outcome.FAILS, f"not done after {check.limit_s:g} s\n{_tail(log)}"
     elif not answer.is_file():

@@ -76,6 +76,16 @@ def test_what_a_check_leaves_behind_is_ended(context: Context) -> None:
     os.close(handle)
 
 
+def test_a_check_that_time_ran_out_for_has_no_result(context: Context) -> None:
+    holds, hangs = (c for c in CHECKS if c.name in ("hangs", "holds"))
+    slow = replace(hangs, limit_s=60.0)
+    results = run_all([slow, holds], context, table=TABLE, after_each=lambda _: None, seconds=1.0)
+    assert results == []
+    (result,) = run([holds], context)
+    again = run_all([holds], context, table=TABLE, after_each=lambda _: None, before=[result])
+    assert again == [result]
+
+
 def test_a_machine_with_too_few_gpus_skips(context: Context) -> None:
     two = replace(CHECKS[0], gpus=2)
     (result,) = run([two], replace(context, device="cuda", num_gpus=1))

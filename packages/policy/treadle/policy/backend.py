@@ -13,7 +13,7 @@ Shape suffixes: L tokens of one sequence, T loss tokens and S samples of one mic
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.usage import ModelWork
     from treadle.policy.client.types import (
         LossAggregation,
         LossStats,
@@ -231,6 +232,32 @@ class PolicyBackend(TrainedBackend, Protocol):
     ) -> LossStats:
         """Adds the gradient of the aggregated loss of `sequences` to that of the next step.
 
+        See `add_gradient`, of whose statistics it is the end.
+        """
+        return self.add_gradient(
+            sequences,
+            loss,
+            aggregation=aggregation,
+            aggregation_length=aggregation_length,
+            temperature=temperature,
+            keep_tokens=keep_tokens,
+        )()
+
+    def add_gradient(
+        self,
+        sequences: Sequence[TrainSequence],
+        loss: LossFn,
+        *,
+        aggregation: LossAggregation = "token-mean",
+        aggregation_length: int | None = None,
+        temperature: float = 1.0,
+        keep_tokens: bool = False,
+    ) -> Callable[[], LossStats]:
+        """Begins to add the gradient of the aggregated loss to that of the next step.
+
+        The host does not wait for the device. What it returns does, and is called once, at any time
+        before the next gradient: it returns the statistics, and is collective.
+
         Each call normalises the weights of tokens over its own `sequences`. Calls on the parts of a
         batch therefore equal one call on the batch with the aggregation `token-sum`, which does not
         normalise; other weights go into the advantages.
@@ -268,7 +295,7 @@ class PolicyBackend(TrainedBackend, Protocol):
         See `forward_backward` and `optimizer_step`.
         """
         began = time.perf_counter()
-        computed = self.forward_backward(
+        statistics = self.add_gradient(
             sequences,
             loss,
             aggregation=aggregation,
@@ -276,7 +303,8 @@ class PolicyBackend(TrainedBackend, Protocol):
             temperature=temperature,
             keep_tokens=keep_tokens,
         )
-        return step_stats(computed, self.optimizer_step(), time_s=time.perf_counter() - began)
+        applied = self.optimizer_step()
+        return step_stats(statistics(), applied, time_s=time.perf_counter() - began)
 
     def weight_specs(self) -> tuple[TensorSpec, ...]:
         """Returns all weights of the model, from all senders; the same on every rank."""
@@ -310,6 +338,14 @@ class PolicyBackend(TrainedBackend, Protocol):
             RuntimeError: The policy has no adapter.
         """
         ...
+
+    def work(self) -> ModelWork | None:
+        """Returns what the arithmetic of a step follows from; None where it is not known."""
+        return None
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """Returns the bytes of parameters, gradients and optimizer on this rank's device."""
+        return {}
 
     def make_critic(self, config: CriticConfig) -> CriticBackend:
         """Loads a critic beside the policy, with its layout; the critic's value head begins at 0.

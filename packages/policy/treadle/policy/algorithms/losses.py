@@ -34,7 +34,8 @@ def over_samples(values_T: Tensor, inputs: LossInputs, how: str) -> Tensor:
     if not len(lengths_S):
         return values_T.detach()
     reduced_S = torch.segment_reduce(values_T.detach(), how, lengths=lengths_S, unsafe=True)
-    return reduced_S.repeat_interleave(lengths_S)
+    # With the size given, a GPU does not stop the host to count.
+    return reduced_S.repeat_interleave(lengths_S, output_size=len(values_T))
 
 
 def _log_ratio(inputs: LossInputs) -> Tensor:

@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from treadle.policy.backends.fused import fused
 from treadle.policy.client.sampling_masks import decode
 
 _DROPPED = -1e30  # As good as minus infinity, but 0 times it is 0.
+NUMBERS_AT_ONCE = 1 << 20
+"""Least number of logits that a CPU computes at a time."""
 
 
 def in_chunks(
@@ -55,19 +58,21 @@ def from_logits(
     *,
     vocab_size: int,
     group: dist.ProcessGroup | None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Returns the [T] log-probabilities and entropies; a rank of the group has its own columns.
 
     Args:
         masks: Sampling masks of the targets; the distribution is over the ids that they keep, with
             the gradient of that. Empty: over all ids.
+        temperature: Logits are divided by it, in float32.
     """
     dropped_TV = None
     if masks:
         first = logits_TV.shape[-1] * (0 if group is None else group.rank())
         dropped_TV = _dropped(masks, targets_T, vocab_size, first, logits_TV.shape[-1])
     result: tuple[Tensor, Tensor] = _LogprobEntropy.apply(  # type: ignore[no-untyped-call]
-        logits_TV, targets_T, dropped_TV, vocab_size, group
+        logits_TV, targets_T, dropped_TV, vocab_size, group, temperature
     )
     return result
 
@@ -87,12 +92,88 @@ def _dropped(
     dropped_TV[rows_N, ids_N] = False
     own_T = targets_T - first
     here_T = (own_T >= 0) & (own_T < columns)
-    dropped_TV[here_T.nonzero()[:, 0], own_T[here_T]] = False
+    index_T1 = own_T.clamp(0, columns - 1)[:, None]
+    dropped_TV.scatter_(1, index_T1, dropped_TV.gather(1, index_T1) & ~here_T[:, None])
     return dropped_TV
 
 
+def _float(logits_TV: Tensor, dropped_TV: Tensor | None, real: int, temperature: float) -> Tensor:
+    """Returns a copy in float32, divided by the temperature, of what takes part."""
+    x_TV = logits_TV.float()
+    if temperature != 1.0:
+        x_TV = x_TV / temperature
+    if dropped_TV is not None:
+        x_TV = x_TV.masked_fill(dropped_TV, _DROPPED)
+    if real < x_TV.shape[-1]:
+        x_TV = x_TV.clone() if x_TV is logits_TV else x_TV
+        x_TV[:, real:] = float("-inf")
+    return x_TV
+
+
+@fused
+def _largest(logits_TV: Tensor, dropped_TV: Tensor | None, real: int, temperature: float) -> Tensor:
+    return _float(logits_TV, dropped_TV, real, temperature).amax(-1)
+
+
+@fused
+def _sums(
+    logits_TV: Tensor,
+    dropped_TV: Tensor | None,
+    max_T: Tensor,
+    index_T1: Tensor,
+    here_T: Tensor,
+    real: int,
+    temperature: float,
+) -> Tensor:
+    """Returns the [3, T] sums of exp(x), of exp(x) x, and x of the target, less the largest."""
+    shifted_TV = _float(logits_TV, dropped_TV, real, temperature) - max_T[:, None]
+    exp_TV = shifted_TV.exp()
+    # Of the logits themselves, so that a compiler need not write the float32 numbers to memory.
+    target_T = logits_TV.gather(-1, index_T1)[:, 0].float()
+    if temperature != 1.0:
+        target_T = target_T / temperature
+    target_T = torch.where(here_T, target_T - max_T, 0.0)
+    # exp is 0 in padded columns, where shifted is -inf: only real columns are multiplied.
+    weighted_T = (exp_TV[:, :real] * shifted_TV[:, :real]).sum(-1)
+    return torch.stack([exp_TV.sum(-1), weighted_T, target_T])
+
+
+@fused
+def _gradient(
+    logits_TV: Tensor,
+    dropped_TV: Tensor | None,
+    index_T1: Tensor,
+    of_rows_6T: Tensor,
+    real: int,
+    temperature: float,
+    with_entropy: bool,
+) -> Tensor:
+    """By d log p/d x_j = [j is target] - p_j and d H/d x_j = -p_j (log p_j + H)."""
+    max_T, log_total_T, entropy_T, grad_target_T, grad_T, grad_entropy_T = of_rows_6T.unbind()
+    logprob_TV = _float(logits_TV, dropped_TV, real, temperature) - max_T[:, None]
+    logprob_TV = logprob_TV - log_total_T[:, None]
+    p_TV = logprob_TV.exp()
+    grad_TV = p_TV * -grad_T[:, None]
+    if with_entropy:
+        spread_TV = logprob_TV[:, :real] + entropy_T[:, None]
+        grad_TV[:, :real] -= p_TV[:, :real] * spread_TV * grad_entropy_T[:, None]
+    if logits_TV.is_cuda:  # for the same reason
+        is_target_TV = torch.arange(logits_TV.shape[-1], device=logits_TV.device) == index_T1
+        grad_TV = grad_TV + torch.where(is_target_TV, grad_target_T[:, None], 0.0)
+    else:
+        grad_TV.scatter_add_(-1, index_T1, grad_target_T[:, None])
+    if temperature != 1.0:
+        grad_TV = grad_TV / temperature
+    typed_TV: Tensor = grad_TV.to(logits_TV.dtype)
+    return typed_TV
+
+
 class _LogprobEntropy(torch.autograd.Function):
-    """One pass over the logits and two all-reduces, forward; none backward."""
+    """Two all-reduces, forward; none backward. Keeps the logits, and numbers of their rows.
+
+    float32 numbers of the logits' size do not exist: on a GPU they stay in the kernel, and on a CPU
+    some rows are computed at a time.
+    """
 
     @staticmethod
     def forward(
@@ -102,49 +183,72 @@ class _LogprobEntropy(torch.autograd.Function):
         dropped_TV: Tensor | None,
         vocab_size: int,
         group: dist.ProcessGroup | None,
+        temperature: float,
     ) -> tuple[Tensor, Tensor]:
         columns = logits_TV.shape[-1]
         first = columns * (0 if group is None else group.rank())
         real = min(max(vocab_size - first, 0), columns)
-        x_TV = logits_TV.float()
-        if dropped_TV is not None:
-            x_TV = x_TV.masked_fill(dropped_TV, _DROPPED)
-        if real < columns:
-            x_TV = x_TV.clone() if x_TV is logits_TV else x_TV
-            x_TV[:, real:] = float("-inf")
-        max_T = x_TV.amax(-1)
+        blocks = _blocks(logits_TV, dropped_TV)
+        max_T = torch.cat([_largest(*block, real, temperature) for block in blocks])
         if group is not None:
             dist.all_reduce(max_T, dist.ReduceOp.MAX, group=group)
-        shifted_TV = x_TV - max_T[:, None]
-        exp_TV = shifted_TV.exp()
         local_T = targets_T - first
         here_T = (local_T >= 0) & (local_T < columns)
         index_T1 = local_T.clamp(0, columns - 1)[:, None]
-        target_T = torch.where(here_T, shifted_TV.gather(-1, index_T1)[:, 0], 0.0)
-        # exp is 0 in padded columns, where shifted is -inf: only real columns are multiplied.
-        weighted_T = (exp_TV[:, :real] * shifted_TV[:, :real]).sum(-1)
-        sums = torch.stack([exp_TV.sum(-1), weighted_T, target_T])
+        count = len(blocks)
+        of_rows = zip(*(x.tensor_split(count) for x in (max_T, index_T1, here_T)), strict=True)
+        parts = [
+            _sums(logits, dropped, largest, index, here, real, temperature)
+            for (logits, dropped), (largest, index, here) in zip(blocks, of_rows, strict=True)
+        ]
+        sums = torch.cat(parts, -1)
         if group is not None:
             dist.all_reduce(sums, group=group)
         total_T, weighted_T, target_T = sums
         log_total_T = total_T.log()
         entropy_T = log_total_T - weighted_T / total_T
-        logprob_TV = shifted_TV.sub_(log_total_T[:, None])
-        ctx.save_for_backward(logprob_TV, entropy_T, index_T1, here_T)
-        ctx.dtype, ctx.real = logits_TV.dtype, real
+        of_rows_T = max_T, log_total_T, entropy_T, index_T1, here_T
+        ctx.save_for_backward(logits_TV, dropped_TV, *of_rows_T)
+        ctx.real, ctx.temperature = real, temperature
+        ctx.set_materialize_grads(False)  # a loss without the entropy gives it none
         return target_T - log_total_T, entropy_T
 
     @staticmethod
     def backward(
-        ctx: Any, grad_logprob_T: Tensor, grad_entropy_T: Tensor
-    ) -> tuple[Tensor, None, None, None, None]:
-        """By d log p/d x_j = [j is target] - p_j and d H/d x_j = -p_j (log p_j + H)."""
-        logprob_TV, entropy_T, index_T1, here_T = ctx.saved_tensors
-        p_TV = logprob_TV.exp()
-        grad_TV = p_TV * -grad_logprob_T[:, None]
-        if grad_entropy_T.any():
-            real = ctx.real
-            spread_TV = logprob_TV[:, :real] + entropy_T[:, None]
-            grad_TV[:, :real] -= p_TV[:, :real] * spread_TV * grad_entropy_T[:, None]
-        grad_TV.scatter_add_(-1, index_T1, torch.where(here_T, grad_logprob_T, 0.0)[:, None])
-        return grad_TV.to(ctx.dtype), None, None, None, None
+        ctx: Any, grad_logprob_T: Tensor | None, grad_entropy_T: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """Computes the probabilities again, from the logits."""
+        logits_TV, dropped_TV, max_T, log_total_T, entropy_T, index_T1, here_T = ctx.saved_tensors
+        if grad_logprob_T is None:
+            grad_logprob_T = torch.zeros_like(max_T)
+        of_target_T = torch.where(here_T, grad_logprob_T, 0.0)
+        of_entropy_T = torch.zeros_like(max_T) if grad_entropy_T is None else grad_entropy_T
+        of_rows = torch.stack(
+            (max_T, log_total_T, entropy_T, of_target_T, grad_logprob_T, of_entropy_T)
+        )
+        blocks = _blocks(logits_TV, dropped_TV)
+        parts = [
+            _gradient(*block, index, rows, ctx.real, ctx.temperature, grad_entropy_T is not None)
+            for block, index, rows in zip(
+                blocks,
+                index_T1.tensor_split(len(blocks)),
+                of_rows.tensor_split(len(blocks), -1),
+                strict=True,
+            )
+        ]
+        return torch.cat(parts) if len(parts) > 1 else parts[0], None, None, None, None, None
+
+
+def _blocks(logits_TV: Tensor, dropped_TV: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    """Returns parts of some rows each; on a GPU one of all rows."""
+    on_cpu = logits_TV.device.type == "cpu"
+    count = max(1, logits_TV.numel() // NUMBERS_AT_ONCE) if on_cpu else 1
+    parts = logits_TV.tensor_split(count)
+    count = len(parts)
+    return list(
+        zip(
+            parts,
+            [None] * count if dropped_TV is None else dropped_TV.tensor_split(count),
+            strict=True,
+        )
+    )

@@ -22,6 +22,7 @@ from torch import Tensor
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.value_loss import value_loss
 from treadle.policy.backend import LossInputs
+from treadle.policy.backends.ranks import to_device
 from treadle.policy.client.batch import check_optional_fields, has_gradient, input_length
 from treadle.policy.client.sampling_masks import masks_of
 from treadle.policy.client.types import LossStats, TokenValues, TrainSequence
@@ -147,7 +148,7 @@ class LossBatch:
             "old_logprobs_T": numbers("old_logprobs"),
             "ref_logprobs_T": numbers("ref_logprobs"),
             "stale_T": flags("stale"),
-            "sample_lengths_S": self._tensor(counts, torch.int64),
+            "sample_lengths_S": to_device(np.array(counts, np.int64), self._at),
             "selected_T": flags("selected") if self.has("selected") else None,
             "sampling_masks": masks_of(chosen),
         }
@@ -159,10 +160,7 @@ class LossBatch:
 
     def _joined(self, parts: Sequence[NDArray[Any]], dtype: DTypeLike = np.float32) -> Tensor:
         joined = np.concatenate([np.empty(0, dtype), *parts], dtype=dtype, casting="same_kind")
-        return torch.from_numpy(joined).to(self._at, non_blocking=True)
-
-    def _tensor(self, values: Sequence[float], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._at, non_blocking=True)
+        return to_device(joined, self._at)
 
 
 def to_compute(sequences: Sequence[TrainSequence], loss: LossFn | None = None) -> list[int]:
@@ -193,21 +191,23 @@ class _Sums:
         self._batch, self._computed, self._names, self._speaks = batch, computed, names, speaks
         self._slots_M = batch.slots(computed)
         at = self._slots_M.device
-        self._sums = torch.zeros(2 + len(names), dtype=torch.float64, device=at)
+        self._rows = 0
+        self._sums = torch.zeros(1 + len(names), dtype=torch.float64, device=at)
 
     def _count(self, micro: MicroBatchTokens, weighted_T: Tensor, *metrics: Tensor) -> None:
         if self._speaks:
-            rows = torch.tensor(micro.num_rows, device=self._sums.device)
-            values = [rows, weighted_T.detach(), *metrics]
+            self._rows += micro.num_rows
+            values = [weighted_T.detach(), *metrics]
             self._sums += torch.stack([v.sum(dtype=torch.float64) for v in values])
 
     @torch.no_grad()
     def reduce(self, num_micro_batches: int) -> LossStats:
-        """Collective: the statistics over all ranks."""
+        """Collective, and waits for the device: the statistics over all ranks."""
         count = torch.tensor(num_micro_batches, device=self._sums.device)
         dist.all_reduce(count, dist.ReduceOp.MAX)
-        dist.all_reduce(self._sums)
-        rows, loss, *sums = self._sums.tolist()
+        everything = torch.cat((self._sums, self._sums.new_full((1,), self._rows)))
+        dist.all_reduce(everything)
+        loss, *sums, rows = everything.tolist()
         tokens, sequences = len(self._slots_M), self._batch.sequences
         names = self._names if tokens else ()
         return LossStats(

@@ -21,6 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
@@ -47,14 +48,19 @@ class _Away:
 class Offload:
     """Takes the parts of one model off the device, and brings them back."""
 
-    def __init__(self, parts: Mapping[OffloadPart, Callable[[], Iterable[Tensor]]]) -> None:
+    def __init__(
+        self,
+        parts: Mapping[OffloadPart, Callable[[], Iterable[Tensor]]],
+        held: Mapping[str, Callable[[], Iterable[Tensor]]] = MappingProxyType({}),
+    ) -> None:
         """Moves nothing yet.
 
         Args:
             parts: How to find the tensors of each part that leaves the device. They are looked up
                 at each release, and must be the same or views of the same.
+            held: How to find the tensors of each kind, for `held_bytes`.
         """
-        self._parts = parts
+        self._parts, self._held = parts, held
         self._away: dict[OffloadPart, list[_Away]] = {}
         self._release_s = self._restore_s = 0.0
 
@@ -94,6 +100,13 @@ class Offload:
             began = time.perf_counter()
             torch.cuda.empty_cache()  # does nothing without CUDA
             self._release_s += time.perf_counter() - began
+
+    def held_bytes(self) -> dict[str, int]:
+        """Returns the bytes of each kind that are on the device."""
+        return {
+            kind: sum(storage.nbytes() for storage in _storages(find()))
+            for kind, find in self._held.items()
+        }
 
     def take_report(self) -> OffloadReport:
         """Returns what is away, and the seconds spent since the last report."""
@@ -135,7 +148,8 @@ def offload_of(
         parts["optimizer"] = own_state
     if config.reference:
         parts["reference"] = reference
-    return Offload(parts)
+    held = {"parameters": parameters, "gradients": gradients, "optimizer": own_state}
+    return Offload(parts, held)
 
 
 def copied(tensor: Tensor, *, to_host: bool) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from treadle.policy.backend import CheckpointError, Rendezvous
@@ -27,6 +28,14 @@ _STORES: Any = dist  # torch does not declare them
 def device() -> torch.device:
     """Returns where the policy's tensors live."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def to_device(values: NDArray[Any], at: torch.device) -> Tensor:
+    """Returns numbers on the device; the host does not wait for a copy to a GPU."""
+    tensor = torch.from_numpy(values)
+    if at.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(at, non_blocking=True)
 
 
 def join(parallel: ParallelConfig, rendezvous: Rendezvous) -> None:

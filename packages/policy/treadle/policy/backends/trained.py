@@ -7,7 +7,7 @@ Between calls it holds parameters, optimizer state and, after `forward_backward`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -64,6 +64,10 @@ class Trained:
     def take_offload_report(self) -> OffloadReport:
         """See `PolicyBackend.take_offload_report`."""
         return self._offload.take_report()
+
+    def held_bytes(self) -> Mapping[str, int]:
+        """See `PolicyBackend.held_bytes`."""
+        return self._offload.held_bytes()
 
     def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""

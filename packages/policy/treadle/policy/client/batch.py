@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from treadle.agent_loop import FloatArray
     from treadle.policy.client.types import LossAggregation, TrainSequence
+    from treadle.policy.config.policy import PolicyConfig
 
 
 def check_optional_fields(sequences: Sequence[TrainSequence]) -> None:
@@ -106,6 +107,22 @@ def input_length(sequence: TrainSequence) -> int:
     """Returns the number of tokens to run through the model: all before the last loss token."""
     positions = sequence.loss_positions
     return int(positions[-1]) if len(positions) else 0
+
+
+def too_long(config: PolicyConfig, sequences: Sequence[TrainSequence]) -> str | None:
+    """Returns what is to be said of sequences that no micro-batch has room for; None: all fit."""
+    room = config.micro_batch_tokens * config.parallel.context
+    lengths = [length for s in sequences if (length := input_length(s)) > room]
+    if not lengths:
+        return None
+    times = "" if config.parallel.context == 1 else " x policy.parallel.context"
+    return (
+        f"{len(lengths)} of {len(sequences)} sequences are longer than the {room} tokens of a "
+        f"micro-batch (policy.micro_batch_tokens{times}), up to {max(lengths)}: each is a "
+        f"micro-batch of its own, which takes {max(lengths) / room:.1f} times the memory that this "
+        "setting is to bound; lower rollout.response_length, raise policy.parallel.context, or set "
+        "policy.recompute"
+    )
 
 
 def has_gradient(sequence: TrainSequence) -> bool:

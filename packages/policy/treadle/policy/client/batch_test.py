@@ -5,8 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from treadle.policy.client.batch import balance, has_gradient, input_length, pack, token_weights
+from treadle.policy.client.batch import (
+    balance,
+    has_gradient,
+    input_length,
+    pack,
+    token_weights,
+    too_long,
+)
 from treadle.policy.client.types import LossAggregation, TrainSequence
+from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 
 lengths = st.lists(st.integers(1, 300), max_size=40)
 
@@ -102,3 +110,14 @@ def test_pack_keeps_the_budget_and_orders_by_length(
     for members in packs:
         assert len(members) == 1 or sum(sizes[i] for i in members) <= budget
         assert [sizes[i] for i in members] == sorted(sizes[i] for i in members)
+
+
+def test_sequences_that_no_micro_batch_has_room_for_are_named() -> None:
+    batch = [sequence("." * 20 + "x"), sequence("." * 8 + "x")]  # of 20 and 8 inputs
+    assert too_long(PolicyConfig(micro_batch_tokens=20), batch) is None
+    said = too_long(PolicyConfig(micro_batch_tokens=8), batch)
+    assert said is not None and said.startswith("1 of 2 sequences are longer than the 8 tokens")
+    assert "up to 20: each is a micro-batch of its own, which takes 2.5 times" in said
+    two = ParallelConfig(context=2)
+    said = too_long(PolicyConfig(micro_batch_tokens=8, parallel=two), batch)
+    assert said is not None and "16 tokens" in said and "x policy.parallel.context)" in said

@@ -247,6 +247,28 @@ class OffloadConfig(BaseModel):
         return tuple(name for name, on in self if on)
 
 
+class ProfileConfig(BaseModel):
+    """A profile of some updates by torch's profiler, as Chrome traces, one per update and rank."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    first_step: int | None = Field(default=None, ge=1)
+    """Optimizer step of the policy from which on updates are profiled, the first being 1. The first
+    ones of a process also make what stays. Null: none is."""
+    num_steps: int = Field(default=1, ge=1)
+    """Number of optimizer steps; an update that begins with one of them is profiled whole. A trace
+    of an update of a large model has some hundred megabytes before it is compressed."""
+    directory: Path | None = None
+    """Directory of the traces, on the machine of each rank. Null: profiles in the run directory."""
+
+    def covers(self, step: int) -> bool:
+        """Returns whether an update whose first optimizer step is this one is profiled."""
+        return (
+            self.first_step is not None
+            and self.first_step <= step < self.first_step + self.num_steps
+        )
+
+
 class PolicyConfig(BaseModel):
     """The policy that is trained: its layout over processes, precision, memory and optimizer."""
 
@@ -296,6 +318,8 @@ class PolicyConfig(BaseModel):
     its projections. mlp: the feed-forward part, which keeps the most."""
     offload: OffloadConfig = OffloadConfig()
     """What of the policy, and of its critic, is in host memory between its phases."""
+    profile: ProfileConfig = ProfileConfig()
+    """Updates that are profiled."""
     unresponsive_s: float = Field(default=300.0, gt=0)
     """A rank at work gives a sign of life every second. One that gives none for this time, because
     its process or its machine stands still, is dead: the run ends and names it."""

@@ -37,7 +37,7 @@ from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.choices import BackendName, RankCause
 from treadle.policy.config.critic import CriticConfig
-from treadle.policy.config.policy import AdamSettings, PolicyConfig
+from treadle.policy.config.policy import AdamSettings, PolicyConfig, ProfileConfig
 from treadle.policy.config.settings import from_json
 from treadle.policy.rank.server import RankServer, ReceivedShard, RequestFailed
 from treadle.policy.rank_time import RANK_TIME, spent_on
@@ -81,6 +81,7 @@ class PolicyRank:
     def __init__(self, host: str) -> None:
         self._host = host
         self._rank = 0
+        self._profile = ProfileConfig()
         self._listener: socket.socket | None = None
         self._policy: PolicyBackend | None = None
         self._critic: CriticBackend | None = None
@@ -178,13 +179,14 @@ class PolicyRank:
         policy, answers = self._built, self._rank == 0
         match request:
             case pb.UpdateRequest():
-                response = train_batch.run_update(
-                    policy,
-                    sequences,
-                    from_json(AlgorithmConfig, request.algorithm),
-                    temperature=request.temperature,
-                    free_memory=request.free_memory,
-                )
+                with self._profiled("update", policy.step):
+                    response = train_batch.run_update(
+                        policy,
+                        sequences,
+                        from_json(AlgorithmConfig, request.algorithm),
+                        temperature=request.temperature,
+                        free_memory=request.free_memory,
+                    )
                 if not answers:
                     response.ClearField("tokens")
                 return response
@@ -219,20 +221,27 @@ class PolicyRank:
                 return pb.LogprobSumsResponse(sums=map(sum, policy.logprobs(sequences)))
             case pb.FineTuneRequest():
                 aggregation = cast(LossAggregation, request.aggregation)
-                return train_batch.run_fine_tune(policy, sequences, aggregation)
+                with self._profiled("fine-tuning", policy.step):
+                    return train_batch.run_fine_tune(policy, sequences, aggregation)
             case pb.ValuesRequest():
                 values = self._built_critic.values(sequences)
                 of_all = train_batch.at_loss_tokens(sequences, values) if answers else b""
                 return pb.ValuesResponse(values=of_all)
             case pb.UpdateCriticRequest():
-                return train_batch.run_critic_update(
-                    self._built_critic,
-                    sequences,
-                    from_json(AlgorithmConfig, request.algorithm),
-                    epochs=request.epochs,
-                    free_memory=request.free_memory,
-                )
+                with self._profiled("critic", self._built_critic.step):
+                    return train_batch.run_critic_update(
+                        self._built_critic,
+                        sequences,
+                        from_json(AlgorithmConfig, request.algorithm),
+                        epochs=request.epochs,
+                        free_memory=request.free_memory,
+                    )
         raise NotImplementedError(verb(request))
+
+    def _profiled(self, what: str, steps_before: int) -> contextlib.AbstractContextManager[None]:
+        from treadle.policy.rank.profiler import profiled
+
+        return profiled(self._profile, what, step=steps_before + 1, rank=self._rank)
 
     def _send_weights(self, request: Message) -> Message:
         """Executes a request of `WeightsService`."""
@@ -281,6 +290,7 @@ class PolicyRank:
     def _build(self, request: rank_pb.InitializeRequest) -> rank_pb.InitializeResponse:
         self._rank = request.rank
         config = from_json(PolicyConfig, request.policy)
+        self._profile = config.profile
         host, _, port = request.rendezvous.rpartition(":")
         with _uncollected():
             self._policy = registry.build(

@@ -1,3 +1,5 @@
+import gzip
+import json
 import re
 import socket
 from pathlib import Path
@@ -8,7 +10,7 @@ import pytest
 
 from treadle.agent_loop import SetupError
 from treadle.policy.config.algorithm import AlgorithmConfig
-from treadle.policy.config.policy import OptimizerConfig, PolicyConfig
+from treadle.policy.config.policy import OptimizerConfig, PolicyConfig, ProfileConfig
 from treadle.policy.config.settings import to_json
 from treadle.policy.rank.rank import PolicyRank, _kind, main
 from treadle.policy.testing.tiny import sequences, write_model
@@ -36,6 +38,20 @@ def test_a_rank_prints_what_it_would_run_on(capsys: pytest.CaptureFixture[str]) 
     assert ", fake " in capsys.readouterr().out
     with pytest.raises(SetupError, match="has no backend 'other'"):
         main(["--version", "other"])
+
+
+def test_the_updates_that_are_to_be_are_profiled(tmp_path: Path) -> None:
+    write_model(tmp_path, num_hidden_layers=1)
+    profile = ProfileConfig(first_step=2, num_steps=1, directory=tmp_path / "profiles")
+    rank = PolicyRank("127.0.0.1")
+    policy = to_json(PolicyConfig(backend="fake", profile=profile))
+    rank.execute(InitializeRequest(policy=policy, model_path=str(tmp_path), rank=0, world_size=1))
+    algorithm = to_json(AlgorithmConfig())
+    for _ in range(3):
+        rank.execute(pb.UpdateRequest(algorithm=algorithm, temperature=1.0), sequences())
+    (trace,) = (tmp_path / "profiles").iterdir()
+    assert trace.name == "update-step000002-rank0.json.gz"
+    assert json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
 
 
 def test_a_gradient_and_a_step_are_an_update(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@ from treadle.policy.algorithms.kl import kl_penalty
 from treadle.policy.algorithms.losses import NegativeLogLikelihood
 from treadle.policy.algorithms.mismatch import mismatch_metrics
 from treadle.policy.algorithms.token_selection import token_selector
-from treadle.policy.backend import CriticBackend, PolicyBackend
+from treadle.policy.backend import CriticBackend, LossFn, PolicyBackend
+from treadle.policy.backends.usage import step_usage
 from treadle.policy.client.batch import cut, of_loss_tokens
 from treadle.policy.client.types import (
     LossAggregation,
@@ -86,7 +87,8 @@ def run_update(
             return select(part, policy.logprobs(part, temperature=temperature), policy.step)
 
     steps = [
-        policy.train_step(
+        _measured_step(
+            policy,
             with_selection(part),
             loss,
             aggregation=algorithm.loss_aggregation,
@@ -106,6 +108,16 @@ def run_update(
         mismatch=mismatch,
         tokens=_token_values(policy, steps, prepared if computed else None),
     )
+
+
+def _measured_step(
+    policy: PolicyBackend, sequences: Sequence[TrainSequence], loss: LossFn, **settings: Any
+) -> StepStats:
+    """Takes a step, and adds to its metrics how well the device was used."""
+    if policy.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    step = policy.train_step(sequences, loss, **settings)
+    return replace(step, metrics={**step.metrics, **step_usage(policy, sequences, step)})
 
 
 def measure_reference(
@@ -180,7 +192,7 @@ def run_fine_tune(
     policy: PolicyBackend, sequences: Sequence[TrainSequence], aggregation: LossAggregation
 ) -> pb.FineTuneResponse:
     """Takes one optimizer step on what the assistant said, and looks at what it left."""
-    step = policy.train_step(sequences, NegativeLogLikelihood(), aggregation=aggregation)
+    step = _measured_step(policy, sequences, NegativeLogLikelihood(), aggregation=aggregation)
     return pb.FineTuneResponse(
         steps=[stats_message(pb.StepStats, step)], broken=not_finite(policy, sequences, 1.0)
     )

@@ -1,5 +1,5 @@
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -43,7 +43,7 @@ class _Policy(FakePolicy):
         self.temperatures.add(temperature)
         return [FloatArray((-2.0,) * len(sequence.ids)) for sequence in sequences]
 
-    def forward_backward(
+    def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -52,12 +52,12 @@ class _Policy(FakePolicy):
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> LossStats:
+    ) -> Callable[[], LossStats]:
         self.temperatures.add(temperature)
         self.trained.append(sequences)
         number = len(self.trained)
         values_M = np.full(sum(s.num_loss_tokens for s in sequences), -10.0 * number, np.float32)
-        return LossStats(
+        stats = LossStats(
             loss=0.0,
             num_sequences=len(sequences),
             num_computed=len(sequences),
@@ -68,6 +68,7 @@ class _Policy(FakePolicy):
             time_s=0.0,
             tokens=TokenValues(logprobs_M=values_M, entropy_M=-values_M) if keep_tokens else None,
         )
+        return lambda: stats
 
     def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         return OptimizerStats(

@@ -167,7 +167,7 @@ _FSDP = "the policy is Megatron's: see policy.parallel"
 _NO_WORKERS = "one process reads the rows"
 _SAME_FOLDER = "every process reads model.path"
 _OWN_CODE = "a model's own code is never run: transformers' classes are"
-_PROFILER = "profile the processes from outside, by py-spy or nsys; time/* has each phase"
+_PROFILER = "policy.profile.first_step has the ranks profile updates; time/* has each phase"
 _NO_REWARD_MODEL = "only reward_model.enable=True would read it"
 
 NOTED = {

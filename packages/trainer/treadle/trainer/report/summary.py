@@ -7,6 +7,7 @@ are pure.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 from treadle.trainer.report.metrics import (
     FRESH_MISMATCH,
     KL,
+    MFU,
     MISMATCH,
+    RANK_RATE,
     RANK_TIME,
     REWARD,
     ROLLOUT_S,
@@ -83,6 +86,9 @@ class Summary:
         servers_restarted: Number of them that were started again.
         rollout_tokens_per_s: Sampled tokens over the seconds of the rollout phases.
         train_tokens_per_s: Trained tokens over the seconds of the training phases.
+        rank_tokens_per_s: Tokens of optimizer steps over their seconds and the number of ranks; the
+            median of the steps.
+        mfu: Model FLOPs utilisation, 0 to 1, likewise; None where the peak is not known.
         total_s: Seconds of all steps and of the validation before them.
         signs: Warning signs, one line each; see `warning_signs`.
         phases_s: Phase to seconds, the longest first; "other" is what no phase accounts for.
@@ -105,6 +111,8 @@ class Summary:
     servers_restarted: int
     rollout_tokens_per_s: float | None
     train_tokens_per_s: float | None
+    rank_tokens_per_s: float | None
+    mfu: float | None
     total_s: float
     signs: tuple[str, ...]
     phases_s: Mapping[str, float]
@@ -135,6 +143,8 @@ def summarize(records: Sequence[Record]) -> Summary:
             steps, SAMPLED_TOKENS, STEP_S if _values(steps, STALENESS) else ROLLOUT_S
         ),
         train_tokens_per_s=_rate(steps, TRAINED_TOKENS, TRAIN_S),
+        rank_tokens_per_s=_median(steps, RANK_RATE),
+        mfu=_median(steps, MFU),
         total_s=sum(map(_duration, records)),
         signs=run_signs(records),
         phases_s=_phases(records),
@@ -173,6 +183,7 @@ def summary_rows(summary: Summary, run_dir: Path) -> tuple[tuple[str, str, str],
         *(("look at this", "", sign) for sign in summary.signs),
         *(() if is_sft else (("rollout", "", _per_second(summary.rollout_tokens_per_s)),)),
         ("training", "", _per_second(summary.train_tokens_per_s)),
+        *((("updates, per rank", "", _usage(summary)),) if summary.rank_tokens_per_s else ()),
         ("time", "", f"{format_seconds(summary.total_s)} for {summary.num_steps} steps"),
         ("where it went", "", _in_percent(phases) or "-"),
         *(
@@ -287,6 +298,16 @@ def _means(records: Sequence[Record], name: str, window: int) -> Change:
         return Change(start=None, end=None)
     first, last = values[:window], values[-window:]
     return Change(start=sum(first) / len(first), end=sum(last) / len(last))
+
+
+def _median(records: Sequence[Record], name: str) -> float | None:
+    values = _values(records, name)
+    return statistics.median(values) if values else None
+
+
+def _usage(summary: Summary) -> str:
+    mfu = "" if summary.mfu is None else f", {summary.mfu:.1%} MFU"
+    return _per_second(summary.rank_tokens_per_s) + mfu
 
 
 def _rate(records: Sequence[Record], tokens: str, seconds: str) -> float | None:

@@ -12,10 +12,11 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from treadle.policy.client.batch import too_long
 from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest, SaveRequest
-from treadle.trainer.checkpoint.run_directory import HF, POLICY
+from treadle.trainer.checkpoint.run_directory import HF, POLICY, PROFILES
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.policy_group import policy_group
@@ -56,7 +57,9 @@ async def run_sft(run: CheckedSft, *, losses: Sequence[str] = ()) -> Summary:
         if opened.has_steps:
             async with (
                 make_launcher(config, run.run_dir / "logs") as launcher,
-                policy_group(config, launcher, threads=run.policy_threads) as policy,
+                policy_group(
+                    config, launcher, threads=run.policy_threads, profiles=run.run_dir / PROFILES
+                ) as policy,
             ):
                 await _Steps(run, opened, policy).take_all()
     return summarize(await asyncio.to_thread(read_metrics, run.run_dir / "metrics.jsonl"))
@@ -106,6 +109,8 @@ class _Steps:
         self._unsaved = None
         with timer.phase("train"), self._record.phase("train"):
             batch = batch_of([self._run.train.examples[row] for row in self._order.batch(step)])
+            if text := too_long(config.policy, batch):
+                self._record.note(step, text)
             request = pb.FineTuneRequest(aggregation=config.algorithm.loss_aggregation)
             stats: pb.FineTuneResponse = (await self._policy.call(request, batch))[0]
         if stats.broken:
@@ -163,4 +168,5 @@ def _metrics(stats: pb.FineTuneResponse) -> dict[str, float]:
         "sequences/trained": float(update.num_sequences),
         "tokens/trained": float(update.num_tokens),
         "tokens/loss": float(update.num_loss_tokens),
+        **{name: value for name, value in update.metrics.items() if name.startswith("policy/")},
     }

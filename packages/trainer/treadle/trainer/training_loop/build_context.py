@@ -18,7 +18,7 @@ from treadle.policy.client.group import PolicyGroup
 from treadle.policy.config.weight_sync import FileTransportConfig
 from treadle.policy.v1.checkpoint_service_pb2 import LoadCriticRequest, LoadRequest
 from treadle.policy.weight_sync.publisher import WeightPublisher
-from treadle.trainer.checkpoint.run_directory import Checkpoint
+from treadle.trainer.checkpoint.run_directory import PROFILES, Checkpoint
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import DataOrder
 from treadle.trainer.launch.garbage import exempt_present_objects
@@ -145,7 +145,12 @@ async def _start(
 ) -> tuple[PolicyGroup, ServerPool]:
     """Starts the policy, from the checkpoint if there is one, and the servers."""
     config = run.config
-    policy = policy_group(config, launcher, threads=run.plan.policy_threads)
+    policy = policy_group(
+        config,
+        launcher,
+        threads=run.plan.policy_threads,
+        profiles=run.run_dir / PROFILES,
+    )
     version = 0 if checkpoint is None else checkpoint.step
     servers = _servers(run, launcher, secured, policy, first_version=version)
 

@@ -1,6 +1,7 @@
 """Attention over packed sequences, behind transformers' attention interface.
 
-Invariant: a sequence of a packed row sees only itself: each is computed by itself.
+Invariant: a sequence of a packed row sees only itself: each is computed by itself, or, where a mask
+is not needed, all by one kernel of a GPU (`varlen.py`).
 
 A layer's mask is made once for the longest sequence, which comes first in its row: windows and
 chunks count from a sequence's start, so the mask of a shorter one is its corner.
@@ -20,6 +21,10 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from treadle.policy.backends import varlen
+from treadle.policy.backends.ranks import device
+from treadle.policy.backends.varlen import Bounds
+
 NAME: Final = "treadle_packed"
 """What a model's `attn_implementation` is for this."""
 
@@ -32,17 +37,20 @@ _NO_EFFECT: Final = frozenset(
 # backward pass, which may run it again. A rank computes one micro-batch at a time, but autograd has
 # threads of its own.
 _lengths: Sequence[int] = ()
+_bounds: Bounds | None = None
+"""The same for a GPU's kernel."""
 
 
 @contextmanager
 def packed(lengths: Sequence[int]) -> Iterator[None]:
     """Sets the lengths of the sequences in the row of the passes inside, the longest first."""
-    global _lengths
-    _lengths = lengths
+    global _lengths, _bounds
+    _lengths, at = lengths, device()
+    _bounds = Bounds.of_lengths(lengths, at) if lengths and at.type == "cuda" else None
     try:
         yield
     finally:
-        _lengths = ()
+        _lengths, _bounds = (), None
 
 
 def _mask(*, q_length: int, kv_length: int, use_vmap: bool, **others: Any) -> Tensor | None:
@@ -75,6 +83,10 @@ def _attend(
     if unknown := given - _NO_EFFECT:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not packed")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    is_plain = attention_mask is None and softcap is None and s_aux is None
+    if is_plain and causal and _bounds is not None and varlen.can_attend(query_BHPD):
+        query, key, value = (x[0].transpose(0, 1) for x in (query_BHPD, key_BKPD, value_BKPD))
+        return varlen.attend(query, key, value, _bounds, scale=scaling)[None], None
     lengths = list(_lengths)
     parts = []
     for q, k, v in zip(

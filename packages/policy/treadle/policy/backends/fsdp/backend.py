@@ -12,7 +12,7 @@ Shape suffix: M loss tokens of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
+from treadle.policy.backends.usage import ModelWork
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
@@ -170,7 +171,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         finally:
             torch._foreach_copy_(shards, current)
 
-    def forward_backward(
+    def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -179,13 +180,18 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> LossStats:
-        """See `PolicyBackend.forward_backward`."""
+    ) -> Callable[[], LossStats]:
+        """See `PolicyBackend.add_gradient`."""
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences, loss)
         of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
-        return of_batch.reduce(self.accumulate(batch, computed, of_batch, temperature))
+        count = self.accumulate(batch, computed, of_batch, temperature)
+        return lambda: of_batch.reduce(count)
+
+    def work(self) -> ModelWork | None:
+        """See `PolicyBackend.work`; None of a model whose config does not name its heads."""
+        return self._net.work(passes=2 if self._net.lora_scaling else 3)
 
     # --- weights and checkpoints ---------------------------------------------------------------
 

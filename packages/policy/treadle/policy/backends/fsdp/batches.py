@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from treadle.policy.backends.loss_batch import LossBatch, MicroBatchTokens
+from treadle.policy.backends.ranks import to_device
 from treadle.policy.backends.vision.rows import ImagePacker, ImageRows
 from treadle.policy.client.batch import balance, input_length, pack
 from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
@@ -118,7 +119,7 @@ class Batch(LossBatch):
             positions = np.concatenate([self._images.positions(s) for s in chosen], 1)
             loss_tokens["positions_31P"] = torch.from_numpy(positions)[:, None].to(self._at)
         return MicroBatch(
-            ids_BP=torch.from_numpy(ids.astype(np.int64)).to(self._at),
+            ids_BP=to_device(ids.astype(np.int64), self._at),
             lengths=lengths if self._packs else (),
             predictors_T=self._joined(before, np.int64),
             targets_T=self._joined(targets, np.int64),

@@ -29,6 +29,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention
 from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
+from treadle.policy.backends.usage import ModelWork, windows_of
 from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.client.hf_files import QUANTISED_KEYS
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 _LENGTHS = (7, 4)
 """Of the sequences that show how a model can be run: short, as each is run several times."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Names of models' settings; a token goes to `num_experts_per_tok` of them."""
 _TOLERANCE = 1e-4
 """Of logits, relative to the largest: a leak is far above, float32 far below."""
 
@@ -114,10 +117,14 @@ class Net(nn.Module):
         def one(
             logits_TV: Tensor, targets_T: Tensor, masks: Sequence[bytes]
         ) -> tuple[Tensor, Tensor]:
-            if temperature != 1.0:
-                logits_TV = logits_TV.float() / temperature
-            columns = logits_TV.shape[-1]
-            return from_logits(logits_TV, targets_T, masks, vocab_size=columns, group=None)
+            return from_logits(
+                logits_TV,
+                targets_T,
+                masks,
+                vocab_size=logits_TV.shape[-1],
+                group=None,
+                temperature=temperature,
+            )
 
         if not self._behind_decoder:
             logits = self._whole(micro.ids_BP, micro.lengths).flatten(0, 1)
@@ -208,6 +215,31 @@ class Net(nn.Module):
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 yield from module
                 return
+
+    def work(self, *, passes: int) -> ModelWork | None:
+        """Returns what the arithmetic of a step follows from; see `ModelWork`."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", None)
+        if heads is None:
+            return None
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        experts = [getattr(config, name, None) for name in _NUM_EXPERTS]
+        number = next((found for found in experts if found), 1)
+        share = (getattr(config, "num_experts_per_tok", None) or number) / number
+        weights, layers = 0.0, list(self.layers())
+        for name, parameter in ((n, p) for layer in layers for n, p in layer.named_parameters()):
+            if parameter.dim() > 1 and "lora_" not in name:
+                is_expert = "experts" in name and "shared" not in name
+                weights += parameter.numel() * (share if is_expert else 1.0)
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        return ModelWork(
+            weights=weights,
+            head=config.vocab_size * config.hidden_size,
+            heads=heads * size,
+            windows=windows_of([window if "sliding" in kind else None for kind in kinds]),
+            passes=passes,
+        )
 
     def recompute(self) -> None:
         """Has each layer keep its input only, and run again in the backward pass.

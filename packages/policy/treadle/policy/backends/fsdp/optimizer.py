@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from treadle.policy.backends.fsdp.description import NO_8BIT
+from treadle.policy.backends.ranks import device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -101,12 +102,13 @@ class Optimizer:
             own.grad = None if gradient is None else shard(gradient)
             if own.grad is not None:
                 gradients.append(own.grad)
-        squared = torch.zeros((), dtype=torch.float64)
+        squared = torch.zeros((), dtype=torch.float64, device=device())
         if gradients:
             norms = torch._foreach_norm(gradients)
             squared = torch.stack(norms).to(torch.float64).square().sum()
         dist.all_reduce(squared)
-        norm = math.sqrt(squared) if math.isfinite(squared) else math.inf
+        of_all = float(squared)  # the one place of a step where the host waits
+        norm = math.sqrt(of_all) if math.isfinite(of_all) else math.inf
         applied = math.isfinite(norm)
         if applied:
             if norm > settings.grad_clip:

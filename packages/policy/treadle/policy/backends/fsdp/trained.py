@@ -97,12 +97,15 @@ class TrainedNet(Trained):
             num_shards=dist.get_world_size(),
             shard=dist.get_rank(),
         )
-        most = torch.tensor(len(parts), device=device())
-        dist.all_reduce(most, dist.ReduceOp.MAX)
+        most = len(parts)
+        if dist.get_world_size() > 1:  # before there is work that a wait for the device would end
+            of_ranks = torch.tensor(most, device=device())
+            dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
+            most = int(of_ranks)
         for number, part in enumerate(parts):
             batch.prefetch([index for later in parts[number + 1 : number + 2] for index in later])
             yield batch.micro_batch(part)
-        for _ in range(int(most) - len(parts)):
+        for _ in range(most - len(parts)):
             yield batch.blank()
 
     def weights_are_finite(self) -> bool:

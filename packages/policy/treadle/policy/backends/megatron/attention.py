@@ -3,38 +3,47 @@
 Invariant: a row of the packed micro-batch attends to the earlier rows of its own segment and to
 nothing else, and rows after the last segment (padding) produce zeros and no gradient.
 
-Megatron's own local attention refuses packed input. Here segments of similar length are padded to a
-common length and go through one `scaled_dot_product_attention` call: padding sits at the end, where
-a causal mask already hides it, so the result is exact. Segments arrive sorted by length, which
-makes each such group a contiguous slice of the micro-batch.
+Megatron's own local attention refuses packed input. On a GPU all segments are one kernel
+(`varlen.py`). Elsewhere segments of similar length are padded to a common length and go through one
+`scaled_dot_product_attention` call: padding sits at the end, where a causal mask already hides it,
+so the result is exact. Segments arrive sorted by length, so that neighbours make a group.
 
 Where a layer has a window, a segment that fits into it is computed as without. A longer one goes
 through block by block of queries, each with the keys that it may see: the work grows with length
 times window. Scores that are capped are matrix products of our own, in the same blocks, computed
 again in the backward pass; no kernel of torch has them, and they take several times as long.
 
-Shape suffixes: P packed rows, N segments of a group, S rows of its longest, A heads, D head size.
+Shape suffixes: P packed rows, N segments of a group, S rows of its longest, A heads, H heads of
+queries, keys and values, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from treadle.policy.backends import varlen
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.experts.routing import Routing
+from treadle.policy.backends.megatron.rotary import RowRotation
+from treadle.policy.backends.ranks import to_device
+from treadle.policy.backends.varlen import Bounds
 from treadle.policy.backends.vision.rows import ImageRows
 
 device.install()
 
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _BLOCK: Final = 512
 """Queries of a block where a window or a cap needs blocks."""
@@ -53,72 +62,101 @@ class ScoreRule:
         softcap: c of c tanh(score / c); None: scores are not capped.
         more: (n, x) where the part of a score that is of the first n dimensions is multiplied by x;
             None: all dimensions count alike.
+        rotation: Which of the model's rotations turns queries and keys.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     more: tuple[int, float] | None = None
+    rotation: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class SegmentGroup:
     """Consecutive segments of similar length."""
 
-    start: int
-    stop: int
-    """Their rows are [start, stop) of the micro-batch."""
     count: int
     longest: int
-    slots_P: Tensor | None
-    """Where each row goes among count * longest padded rows; None if all are equally long."""
+
+    @property
+    def places(self) -> int:
+        """Rows after padding."""
+        return self.count * self.longest
 
 
 @dataclass
 class Segments(PackedSeqParams):
     """The segments that Megatron hands through to `PackedAttention` unread.
 
-    `qkv_format` stays "sbhd": to Megatron the micro-batch is one sequence of batch size 1, and the
-    rotary angles, given per row, restart with each segment.
+    `qkv_format` stays "sbhd": to Megatron the micro-batch is one sequence of batch size 1. It turns
+    no queries and keys: `PackedAttention` does, by the rows' positions.
     """
 
     groups: tuple[SegmentGroup, ...] = ()
+    slots_P: Tensor | None = None
+    """Where each row goes among the padded rows of all groups; None if nothing is padded."""
+    bounds: Bounds | None = None
+    rotations: tuple[RowRotation, ...] = ()
+    """How rows are turned, by `ScoreRule.rotation`; the model sets it."""
     routing: Routing = field(default_factory=Routing)
     """The rows, as the routers of layers with experts are told of them."""
     images: ImageRows | None = None
     """Which rows are images, on the first stage of a model that sees; None: no row is."""
 
-    def attend(
-        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: ScoreRule
-    ) -> Tensor:
-        """Attends within each segment; returns [P, A * D]."""
-        rows = (query_PAD, key_PAD, value_PAD)
-        outputs = [_attend_group(rows, group, scores) for group in self.groups]
-        padding = query_PAD.shape[0] - self.groups[-1].stop
-        if padding:
-            outputs.append(outputs[-1].new_zeros(padding, outputs[-1].shape[1]))
-        return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+    def attend(self, joined_PHD: Tensor, heads: Sequence[int], scores: ScoreRule) -> Tensor:
+        """Attends within each segment; returns [P, A * D].
+
+        Args:
+            joined_PHD: Queries, keys and values of each row, side by side.
+            heads: How many of each there are.
+        """
+        assert self.bounds is not None
+        rows = joined_PHD[: self.bounds.rows]
+        query, key, value = rows.split(heads, 1)
+        if scores.softcap is None and varlen.can_attend(query):
+            out = varlen.attend(
+                query, key, value, self.bounds, scale=scores.scale, window=scores.window
+            ).flatten(1)
+        else:
+            out = self._padded(rows, heads, scores)
+        padding = len(joined_PHD) - len(rows)
+        return F.pad(out, (0, 0, 0, padding)) if padding else out
+
+    def _padded(self, rows_PHD: Tensor, heads: Sequence[int], scores: ScoreRule) -> Tensor:
+        """Attends group by group, of rows that are no padding."""
+        places = [group.places for group in self.groups]
+        spread = rows_PHD
+        if self.slots_P is not None:
+            spread = rows_PHD.new_zeros(sum(places), *rows_PHD.shape[1:])
+            spread.index_copy_(0, self.slots_P, rows_PHD)
+        outputs = [
+            _attend_group(part, group, heads, scores)
+            for part, group in zip(spread.split(places), self.groups, strict=True)
+        ]
+        out = torch.cat(outputs) if len(outputs) > 1 else outputs[0]
+        return out if self.slots_P is None else take_rows(out, self.slots_P)
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[int], at: torch.device) -> Segments:
         """Group segments; `lengths` are in packing order, which must be ascending."""
         groups: list[SegmentGroup] = []
-        start = first = 0
+        slots: list[NDArray[np.int64]] = []
+        first = start = 0
         while first < len(lengths):
             last = end_of_group(lengths, first)
-            members = lengths[first:last]
-            rows = sum(members)
-            groups.append(
-                SegmentGroup(
-                    start=start,
-                    stop=start + rows,
-                    count=len(members),
-                    longest=members[-1],
-                    slots_P=_slots(members, at),
-                )
-            )
-            start, first = start + rows, last
-        return cls(qkv_format="sbhd", groups=tuple(groups))
+            groups.append(SegmentGroup(last - first, lengths[last - 1]))
+            for length in lengths[first:last]:
+                slots.append(np.arange(start, start + length))
+                start += groups[-1].longest
+            first = last
+        padded = start > sum(lengths)
+        return cls(
+            qkv_format="sbhd",
+            groups=tuple(groups),
+            slots_P=to_device(np.concatenate(slots), at) if padded else None,
+            bounds=Bounds.of_lengths(lengths, at),
+        )
 
 
 def end_of_group(lengths: Sequence[int], first: int) -> int:
@@ -132,13 +170,6 @@ def end_of_group(lengths: Sequence[int], first: int) -> int:
         rows += lengths[last]
         last += 1
     return last
-
-
-def _slots(lengths: Sequence[int], at: torch.device) -> Tensor | None:
-    longest = lengths[-1]
-    if lengths[0] == longest:
-        return None
-    return torch.cat([torch.arange(n, device=at) + i * longest for i, n in enumerate(lengths)])
 
 
 class _TakeRows(torch.autograd.Function):
@@ -163,8 +194,11 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return rows
 
 
-def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: ScoreRule) -> Tensor:
-    query, key, value = (_spread(x[group.start : group.stop], group) for x in rows)
+def _attend_group(
+    rows_PHD: Tensor, group: SegmentGroup, heads: Sequence[int], scores: ScoreRule
+) -> Tensor:
+    rows_NHSD = rows_PHD.view(group.count, group.longest, *rows_PHD.shape[1:]).transpose(1, 2)
+    query, key, value = rows_NHSD.split(heads, 1)
     if scores.softcap is None and (scores.window is None or group.longest <= scores.window):
         out_NASD = F.scaled_dot_product_attention(
             query,
@@ -176,8 +210,7 @@ def _attend_group(rows: Sequence[Tensor], group: SegmentGroup, scores: ScoreRule
         )
     else:
         out_NASD = _attend_in_blocks(query, key, value, scores)
-    out = out_NASD.transpose(1, 2).reshape(group.count * group.longest, -1)
-    return out if group.slots_P is None else take_rows(out, group.slots_P)
+    return out_NASD.transpose(1, 2).reshape(group.places, -1)
 
 
 def _attend_in_blocks(query: Tensor, key: Tensor, value: Tensor, scores: ScoreRule) -> Tensor:
@@ -220,14 +253,6 @@ def _capped(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scores: Sco
     return (weights.view(*folded.shape[:3], -1) @ value).view_as(query)
 
 
-def _spread(x_PAD: Tensor, group: SegmentGroup) -> Tensor:
-    """[P, A, D] -> [N, A, S, D], zeros where a segment is shorter than the longest."""
-    if group.slots_P is not None:
-        padded = x_PAD.new_zeros(group.count * group.longest, *x_PAD.shape[1:])
-        x_PAD = padded.index_copy(0, group.slots_P, x_PAD)
-    return x_PAD.view(group.count, group.longest, *x_PAD.shape[1:]).transpose(1, 2)
-
-
 class PackedAttention(MegatronModule):
     """The `core_attention` of a Megatron layer spec, by torch's scaled dot-product attention."""
 
@@ -247,12 +272,13 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: Segments,
     ) -> Tensor:
-        """Attends as the packing says; returns [P, 1, A * D]."""
+        """Turns queries and keys, and attends as the packing says; returns [P, 1, A * D]."""
         query, key, value = (x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD))
-        if self._scores.more is not None:
-            size, factor = self._scores.more
-            query = torch.cat((query[..., :size] * factor, query[..., size:]), dim=-1)
-        return packed_seq_params.attend(query, key, value, self._scores).unsqueeze(1)
+        scores = self._scores
+        rotation = packed_seq_params.rotations[scores.rotation]
+        joined = rotation.join(query, key, value, scores.more)
+        heads = query.shape[1], key.shape[1], value.shape[1]
+        return packed_seq_params.attend(joined, heads, scores).unsqueeze(1)
 
     def sharded_state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
         """Nothing: attention has no state."""

@@ -17,7 +17,7 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,6 +43,7 @@ from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
 from treadle.policy.backends.offload import copied
 from treadle.policy.backends.ranks import save_folder, sum_over_ranks
+from treadle.policy.backends.usage import ModelWork, windows_of
 from treadle.policy.backends.vision.reader import ImageReader
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
@@ -259,7 +260,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             for parameter, value in zip(parameters, current, strict=True):
                 parameter.copy_(value)
 
-    def forward_backward(
+    def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -268,8 +269,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> LossStats:
-        """See `PolicyBackend.forward_backward`."""
+    ) -> Callable[[], LossStats]:
+        """See `PolicyBackend.add_gradient`."""
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         computed = to_compute(sequences, loss)
         micro_batches = self._plan(sequences, of_tokens, computed, self._model)
@@ -281,11 +282,32 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
 
         load.reset(self._model)
         self.accumulate(micro_batches, weighted)
-        stats = of_batch.reduce(len(micro_batches))
-        of_experts = load.metrics(
-            self._model, self.architecture, replaying=self._config.moe.routing_replay
+
+        def statistics() -> LossStats:
+            stats = of_batch.reduce(len(micro_batches))
+            of_experts = load.metrics(
+                self._model, self.architecture, replaying=self._config.moe.routing_replay
+            )
+            return replace(stats, metrics={**stats.metrics, **of_experts})
+
+        return statistics
+
+    def work(self) -> ModelWork:
+        """See `PolicyBackend.work`."""
+        shape, experts = self.architecture, self.architecture.experts
+        dense = sum(rows * columns for columns, rows in shape.matrices.values())
+        weights = float(shape.num_layers * dense)
+        if experts is not None:
+            own, theirs = experts.per_token * experts.ffn_size, shape.ffn_size
+            of_layer = 3 * (own - theirs) + experts.number  # which the router has
+            weights += len(experts.layers) * shape.hidden_size * of_layer
+        return ModelWork(
+            weights=weights,
+            head=shape.vocab_size * shape.hidden_size,
+            heads=shape.num_heads * shape.head_dim,
+            windows=windows_of([shape.window(layer) for layer in range(shape.num_layers)]),
+            passes=2 if self._config.lora.rank else 3,
         )
-        return replace(stats, metrics={**stats.metrics, **of_experts})
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""

@@ -58,8 +58,13 @@ def logprobs_and_entropy(
         logits_TV = F.linear(rows_TH.to(head_VH.dtype), head_VH)
         if softcap is not None:
             logits_TV = (logits_TV.float() / softcap).tanh() * softcap
-        if temperature != 1.0:
-            logits_TV = logits_TV.float() / temperature
-        return from_logits(logits_TV, ids_T, masks_T, vocab_size=vocab_size, group=group)
+        return from_logits(
+            logits_TV,
+            ids_T,
+            masks_T,
+            vocab_size=vocab_size,
+            group=group,
+            temperature=temperature,
+        )
 
     return in_chunks(one, hidden_TH, targets_T, masks, chunk=chunk)

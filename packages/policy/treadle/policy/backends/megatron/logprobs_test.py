@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from treadle.policy.backends import logprobs as of_logits
 from treadle.policy.backends.logprobs import from_logits
 from treadle.policy.backends.megatron import attention
 from treadle.policy.backends.megatron.attention import (
@@ -16,6 +17,7 @@ from treadle.policy.backends.megatron.attention import (
     take_rows,
 )
 from treadle.policy.backends.megatron.logprobs import logprobs_and_entropy
+from treadle.policy.backends.megatron.rotary import RowRotation
 from treadle.policy.testing.ranks import RankTask, run_ranks
 
 REAL = 13
@@ -107,6 +109,25 @@ def test_logits_are_not_written_to() -> None:
     assert torch.equal(logits, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_computed_some_at_a_time_with_the_same_result(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    targets = torch.randint(0, REAL, (11,))
+    found = []
+    for at_once in (1 << 20, 33):
+        monkeypatch.setattr(of_logits, "NUMBERS_AT_ONCE", at_once)
+        torch.manual_seed(1)
+        logits = torch.randn(11, 16).to(dtype).requires_grad_()
+        logp, entropy = from_logits(
+            logits, targets, masks_of(targets)[0], vocab_size=REAL, group=None, temperature=0.5
+        )
+        (grad,) = torch.autograd.grad((logp - 0.1 * entropy).sum(), logits)
+        found.append((logp, entropy, grad))
+    assert all(torch.equal(*each) for each in zip(*found, strict=True))
+
+
 def over_ranks(task: RankTask) -> list[Any]:
     """Each rank holds `argument` columns of the vocabulary."""
     from treadle.policy.backend import Rendezvous
@@ -173,7 +194,8 @@ def test_packed_attention_is_attention_of_each_segment_alone(
     query = torch.randn(rows, 1, 4, 4, requires_grad=True)
     key, value = (torch.randn(rows, 1, 2, 4, requires_grad=True) for _ in range(2))
     segments = Segments.of_lengths(lengths, torch.device("cpu"))
-    assert segments.groups[-1].stop == sum(lengths)
+    nowhere = torch.zeros(rows, 2)
+    segments.rotations = (RowRotation.of_angles(nowhere, torch.float32, interleaved=False),)
     core = packed_attention(ScoreRule(scale=0.5, window=window, softcap=softcap))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "_BLOCK", 5)

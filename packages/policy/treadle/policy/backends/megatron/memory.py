@@ -10,7 +10,7 @@ frozen vision tower), b the bytes of `policy.dtype` and D the data-parallel time
 | optimizer | 8 Q / D for Adam's two moments, and 4 Q / D for a float32 copy under bfloat16 |
 | reference | b Q where there is one, and b Q again while it is computed; 0 with an adapter |
 | another model as the reference | b P' of its own parameters |
-| activations | R L s + R 4 H b + 16 n V / T |
+| activations | R L s + R 4 H b + 2 b n V / T + 12 min(n V / T, 2^20) |
 
 With D C above 1, experts have D C T / X instead, T the tensor- and X the expert-parallel size.
 
@@ -19,23 +19,22 @@ times the micro-batches that it has under way (one per stage from it to the last
 vocabulary, T the tensor-parallel size, and n the rows whose logits exist at a time. A layer keeps,
 per row, from forward to backward
 
-    s = b ((6 + m) H + (5 F + a A + k K) / T) + 4 c d
+    s = b ((6 + m) H + (4 F + a A + 2 K) / T)
         + (4 - b) ((4 + 3 m) H + 2 (A + K) / T where normed)
 
 bytes: H for the input and output of both norms and both residual sums, F for the projections of the
-feed-forward part, A and K for queries and for keys or values of all heads, d for the rotary angles,
-m for the norms of outputs (2 in GLM-4, Gemma 2 and 3, else 0), and the float32 copies that norms
-make of bfloat16; a = 3, k = 3, c = 4 without norms of queries and keys, 5, 2, 8 with. Sequence
-parallelism divides H by T too. Of logits there are four float32 copies: they, their exponentials,
-and two in the backward pass; a fifth if they are capped. In a layer with experts, of which a row
-goes to N out of E with G columns each, 5 b F is N b (6 G + 2 H) + 16 E, if every rank gets the same
-part of the choices. With `policy.recompute=full` a layer keeps b H; to them comes the larger of the
-logits' part and one layer with its gradients, s + 10 F / T. With `policy.recompute=selective` and
-`mlp` a layer keeps b 5 F / T less; to them comes the larger of the logits' part and one
-feed-forward part with its gradients, (5 b + 10) F / T. `core_attn` leaves out the padding between
-sequences, which is not in the estimate. The measured peak of a step on the CPU is within 5 % of
-this for the models of the demo and for tiny ones, in both dtypes, and within 12 % with experts
-(`memory_test.py` allows 15 %).
+feed-forward part, A and K for queries and for keys or values of all heads, m for the norms of
+outputs (2 in GLM-4, Gemma 2 and 3, else 0), and the float32 copies that norms make of bfloat16; a
+is 2 without norms of queries and keys, 4 with. Sequence parallelism divides H by T too. Of logits
+there are they and their gradient, in b bytes; three float32 copies of up to 2^20 of them, which a
+CPU computes at a time; and, where they are capped, 12 bytes instead of 2 b. In a layer with
+experts, of which a row goes to N out of E with G columns each, 4 b F is N b (6 G + 2 H) + 16 E, if
+every rank gets the same part of the choices. With `policy.recompute=full` a layer keeps b H; to
+them comes the larger of the logits' part and one layer with its gradients, s + 12 F / T. With
+`policy.recompute=selective` and `mlp` a layer keeps b 4 F / T less; to them comes the larger of the
+logits' part and one feed-forward part with its gradients, (4 b + 12) F / T. `core_attn` leaves out
+the padding between sequences, which is not in the estimate. The measured peak of a step on the CPU
+is within 12 % of this for the models of `memory_test.py`, in both dtypes (it allows 15 %).
 
 With context ranks the backward pass of a layer also needs the keys and values of all rows, and
 their float32 gradients twice: (2 b + 16) K / T for each row of the micro-batch. They exist
@@ -51,6 +50,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from treadle.policy.backends.description import MemoryEstimate
+from treadle.policy.backends.logprobs import NUMBERS_AT_ONCE
 from treadle.policy.backends.megatron.architecture import padded_vocab
 from treadle.policy.config.policy import PolicyConfig
 
@@ -120,13 +120,17 @@ def _stage(
     parts = {n: rows * _kept_by_a_feed_forward(architecture, policy, sparse=n) for n, _ in counts}
     rest = rows * _kept_by_a_layer(architecture, policy)
     # Of one feed-forward part that is computed again, the gradients come to what it keeps.
-    again = max(parts[n] + rows * 10 * _columns(architecture, policy, sparse=n) for n, _ in counts)
+    again = max(parts[n] + rows * 12 * _columns(architecture, policy, sparse=n) for n, _ in counts)
     head = 0.0
     if is_last:
         vocab = padded_vocab(architecture.vocab_size, parallel.tensor) // parallel.tensor
-        copies = 4 + (architecture.logit_softcap is not None)
-        logits = 4 * copies * min(loss_rows, policy.logits_chunk_tokens) * vocab
-        head = logits + rows * 4 * architecture.hidden_size * size
+        count_of_logits = min(loss_rows, policy.logits_chunk_tokens) * vocab
+        logits = (2 * size if architecture.logit_softcap is None else 12) * count_of_logits
+        head = (
+            logits
+            + 12 * min(count_of_logits, NUMBERS_AT_ONCE)
+            + rows * 4 * architecture.hidden_size * size
+        )
     under_way = parallel.pipeline - stage
     if policy.recompute == "full":
         inputs = rows * layers * size * _hidden(architecture, policy)
@@ -225,12 +229,12 @@ def _kept_by_a_layer(architecture: Architecture, policy: PolicyConfig) -> float:
     queries = architecture.num_heads * architecture.head_dim
     keys = architecture.num_kv_heads * architecture.head_dim
     normed = architecture.qk_norm
-    a, k, c = (5, 2, 8) if normed else (3, 3, 4)
+    a, k = (4, 2) if normed else (2, 2)
     hidden = _hidden(architecture, policy)
     after = architecture.blocks.norms.num - 2
     elements = (6 + after) * hidden + (a * queries + k * keys) / tensor
     copies = (4 - size) * ((4 + 3 * after) * hidden + 2 * (queries + keys) * normed / tensor)
-    return size * elements + 4 * c * architecture.head_dim + copies
+    return size * elements + copies
 
 
 def _columns(architecture: Architecture, policy: PolicyConfig, *, sparse: bool) -> float:
@@ -248,7 +252,7 @@ def _kept_by_a_feed_forward(
     size, tensor = _BYTES[policy.dtype], policy.parallel.tensor
     shape = architecture.experts
     if not sparse or shape is None:
-        return 5 * size * _columns(architecture, policy, sparse=False)
+        return 4 * size * _columns(architecture, policy, sparse=False)
     choices = shape.per_token / tensor
     return (
         6 * size * _columns(architecture, policy, sparse=True)

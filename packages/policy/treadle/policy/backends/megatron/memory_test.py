@@ -211,9 +211,9 @@ def test_the_memory_of_a_rank_by_hand() -> None:
     parameters = (494_032_768 + 49 * 896) // 2
     assert (found.weights, found.gradients) == (2 * parameters, 4 * parameters)
     assert (found.optimizer, found.reference) == (3 * parameters, 2 * parameters)
-    elements = 6 * 448 + (5 * 4864 + 3 * 896 + 3 * 128) / 2
-    layer = 2 * elements + 4 * 4 * 64 + 2 * 4 * 448
-    logits = 16 * 1000 * 151936 / 2
+    elements = 6 * 448 + (4 * 4864 + 2 * 896 + 2 * 128) / 2
+    layer = 2 * elements + 2 * 4 * 448
+    logits = 4 * 1000 * 151936 / 2 + 12 * 2**20
     assert found.activations == round(8000 * (24 * layer + 4 * 896 * 2) + logits)
     assert found.total == 11 * parameters + found.activations
 
@@ -228,7 +228,7 @@ def test_context_ranks_share_the_rows_and_the_optimizer() -> None:
     one, four = found(data=2), found(data=2, context=4)
     assert (four.weights, four.gradients) == (one.weights, one.gradients)
     assert 4 * four.optimizer == pytest.approx(one.optimizer, abs=4)
-    head = 16 * 1000 * 151936  # the same chunk of logits
+    head = 8 * 1000 * 151936 + 12 * 2**20  # the same chunk of logits
     assert 4 * (four.activations - head) == pytest.approx(one.activations - head, abs=4)
 
 

@@ -24,13 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from treadle.policy.backends.description import UnsupportedModelError
+from treadle.policy.backends.fused import fused
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.architecture import padded_vocab
 from treadle.policy.backends.megatron.attention import PackedAttention, ScoreRule, Segments
 from treadle.policy.backends.megatron.experts import check
 from treadle.policy.backends.megatron.experts.layer import layer_spec, mark_experts, settings
 from treadle.policy.backends.megatron.lora.linears import adapt_layer, freeze_base
-from treadle.policy.backends.megatron.rotary import frequencies, local_frequencies
+from treadle.policy.backends.megatron.rotary import RowRotation, frequencies, local_frequencies
 from treadle.policy.backends.megatron.vision.tower import DeepstackLayer, VisionTower
 
 device.install()
@@ -42,7 +43,6 @@ from megatron.core.tensor_parallel import (  # noqa: E402
     set_defaults_if_not_set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer import TransformerConfig  # noqa: E402
-from megatron.core.transformer.attention import SelfAttention  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
@@ -101,24 +101,6 @@ class NormAndAdd(torch.nn.Module):
         return residual + normed
 
 
-class TwoRotationsAttention(SelfAttention):
-    """Self-attention where layers with a window have their own rotary frequencies."""
-
-    def __init__(self, *args: Any, architecture: Architecture, layer_number: int, **kwargs: Any):
-        """Called by Megatron; `architecture` is from the layer spec."""
-        super().__init__(*args, layer_number=layer_number, **kwargs)
-        self._which = int(architecture.window(layer_number - 1) is not None)
-
-    def forward(
-        self, hidden: Tensor, attention_mask: None, *, rotary_pos_emb: Tensor, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Takes the layer's angles out of [P, 1, 2, D], those of both frequencies."""
-        angles = rotary_pos_emb[:, :, self._which, None]
-        out: tuple[Tensor, Tensor | None]
-        out = super().forward(hidden, attention_mask, rotary_pos_emb=angles, **kwargs)
-        return out
-
-
 class PolicyModel(GPTModel):
     """One pipeline stage of the policy, up to and without the output layer."""
 
@@ -130,9 +112,8 @@ class PolicyModel(GPTModel):
         self.num_ids = architecture.vocab_size
         rotary, _ = frequencies(architecture)
         local = local_frequencies(architecture)
-        # One set of frequencies, or two for `TwoRotationsAttention`.
-        rotary = rotary if local is None else torch.stack((rotary, local))
-        self._frequencies = rotary.to(device.device())
+        both = [rotary] if local is None else [rotary, local]  # by `ScoreRule.rotation`
+        self._frequencies = torch.stack(both).to(device.device())
         self._interleaved = architecture.blocks.interleaved
         scaled = architecture.blocks.scaled_embeddings
         # Rounded to the weights' type, as transformers does.
@@ -176,11 +157,9 @@ class PolicyModel(GPTModel):
         if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
             # Under LoRA. Recomputed layers get gradients only through an input that has one.
             embedded.requires_grad_()
+        segments.rotations = self._rotations(positions_P)
         hidden: Tensor = self.decoder(
-            hidden_states=embedded,
-            attention_mask=None,
-            rotary_pos_emb=self._angles(positions_P),
-            packed_seq_params=segments,
+            hidden_states=embedded, attention_mask=None, packed_seq_params=segments
         )
         if self.post_process and self.config.sequence_parallel:
             # Gradients of the head arrive summed over the group already, so the backward of this
@@ -188,17 +167,19 @@ class PolicyModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return hidden
 
-    def _angles(self, positions_P: Tensor) -> Tensor:
-        """Returns [P, 1, 1, D] angles of each dimension; [P, 1, 2, D] of two sets of them."""
-        frequencies = self._frequencies.view(-1, self._frequencies.shape[-1])
+    def _rotations(self, positions_P: Tensor) -> tuple[RowRotation, ...]:
+        """Returns how the rows are turned, for each set of frequencies."""
         positions = positions_P.float()
-        if self._axes is None:
-            angles = positions[:, None, None, None] * frequencies
-        else:
-            angles = positions[self._axes].T[:, None, None] * frequencies
-        if self._interleaved:
-            return angles.repeat_interleave(2, dim=-1)
-        return torch.cat((angles, angles), dim=-1)
+        # [P, 1], or [P, R / 2] where the dimensions of a row have different positions.
+        positions = positions[:, None] if self._axes is None else positions[self._axes].T
+        return tuple(
+            RowRotation.of_angles(
+                positions * frequencies,
+                self.config.params_dtype,
+                interleaved=self._interleaved,
+            )
+            for frequencies in self._frequencies
+        )
 
     @property
     def head_weight(self) -> Tensor:
@@ -286,9 +267,6 @@ def _layer_spec(
     attention.submodules.core_attention = partial(PackedAttention, scores=_scores(architecture))
     if architecture.qk_norm:
         attention.submodules.q_layernorm = attention.submodules.k_layernorm = norm
-    if architecture.rope_local_theta is not None:
-        attention.module = TwoRotationsAttention
-        attention.params["architecture"] = architecture
     for slot, name in (
         ("self_attn_bda", blocks.norms.after_attention),
         ("mlp_bda", blocks.norms.after_mlp),
@@ -311,6 +289,7 @@ def _scores(architecture: Architecture) -> tuple[ScoreRule, ...]:
             window=window,
             softcap=architecture.score_softcap,
             more=None if has_own or factor == 1.0 else (2 * len(turning), factor),
+            rotation=int(has_own),
         )
         found.append(scores)
     return tuple(found)
@@ -321,6 +300,19 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 _ACTIVATIONS: Final = {"silu": F.silu, "gelu_pytorch_tanh": _gelu_tanh}
+
+
+def _gate_by_silu(gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _gate_by_gelu_tanh(gate_and_up: Tensor) -> Tensor:
+    gate, up = gate_and_up.chunk(2, -1)
+    return _gelu_tanh(gate) * up
+
+
+_GATES: Final = {"silu": fused(_gate_by_silu), "gelu_pytorch_tanh": fused(_gate_by_gelu_tanh)}
 
 
 def _leave(weight: Tensor) -> Tensor:
@@ -344,7 +336,7 @@ def transformer_config(
             "recompute_granularity": "selective",
             "recompute_modules": list(config.recompute_modules),
         }
-    return TransformerConfig(
+    settings_of_megatron = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_size,
@@ -376,7 +368,8 @@ def transformer_config(
         output_layer_init_method=_leave,
         embedding_init_method=_leave,
         use_cpu_initialization=False,
-        # Fusions need Apex or Transformer Engine.
+        # Megatron's fusions need Apex or Transformer Engine, or are of no use: rotation and gated
+        # activation are fused by ours, and a sum without dropout is one kernel.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -392,3 +385,7 @@ def transformer_config(
         **settings(architecture.experts, config, world, architecture.num_layers),
         **recompute,
     )
+    # Megatron's place for an activation that takes gate and input at once.
+    settings_of_megatron.use_te_activation_func = True
+    settings_of_megatron.activation_func = _GATES[architecture.activation]
+    return settings_of_megatron

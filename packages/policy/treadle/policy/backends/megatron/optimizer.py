@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from treadle.policy.backends.megatron import device
@@ -23,7 +25,6 @@ device.install()
 
 from megatron.core.optimizer import OptimizerConfig as MegatronConfig  # noqa: E402
 from megatron.core.optimizer import get_megatron_optimizer  # noqa: E402
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # noqa: E402
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -55,6 +56,8 @@ class PolicyOptimizer:
             [net],
             use_gloo_process_groups=False,
         )
+        self.fused = device.device().type == "cuda"
+        """Whether Adam's step is one kernel, which differs from torch's other one by rounding."""
         self._start_adam()
 
     @property
@@ -80,8 +83,8 @@ class PolicyOptimizer:
 
     @adam_steps.setter
     def adam_steps(self, steps: int) -> None:
-        for state in self.adam_state.values():
-            state["step"] = torch.tensor(float(steps))
+        for tensor, state in self.adam_state.items():
+            state["step"] = self._counter(float(steps), tensor)
 
     @torch.no_grad()
     def apply(self, settings: AdamSettings) -> tuple[float, bool]:
@@ -94,17 +97,33 @@ class PolicyOptimizer:
             group["lr"], group["eps"] = settings.lr, settings.eps
             group["betas"] = settings.beta1, settings.beta2
             group["weight_decay"] = settings.weight_decay * group["wd_mult"]
-        optimizer = self.megatron
-        overflowed = optimizer.prepare_grads()
-        norm = float(optimizer.get_grad_norm())
+            group["fused"] = self.fused
+        overflowed = self.megatron.prepare_grads()
+        norm = self._gradient_norm()
         if overflowed or not math.isfinite(norm):
             return norm, False
-        for part in self.parts:
-            clip_grad_by_total_norm_fp32(
-                part.get_parameters(), max_norm=settings.grad_clip, total_norm=norm
-            )
-        optimizer.step_with_ready_grads()
+        if (factor := settings.grad_clip / (norm + 1e-6)) < 1.0:
+            tensors = chain.from_iterable(part.get_parameters() for part in self.parts)
+            if gradients := [tensor.grad for tensor in tensors if tensor.grad is not None]:
+                torch._foreach_mul_(gradients, factor)
+        self.megatron.step_with_ready_grads()
         return norm, True
+
+    def _gradient_norm(self) -> float:
+        """Returns the norm over all ranks; the one place of a step where the host waits."""
+        gradients = [part.get_main_grads_for_grad_norm() for part in self.parts]
+        groups = [part.get_grad_stats_parallel_group() for part in self.parts]
+        if all(group == groups[0] for group in groups):
+            gradients, groups = [list(chain.from_iterable(gradients))], groups[:1]
+        squares = []
+        for own, group in zip(gradients, groups, strict=True):
+            square = torch.zeros(1, device=device.device())
+            if own:
+                square += torch.stack(torch._foreach_norm(own)).norm() ** 2
+            dist.all_reduce(square, group=group)
+            squares.append(square)
+        norms = [square**0.5 for square in torch.cat(squares).tolist()]
+        return norms[0] if len(norms) == 1 else math.sqrt(sum(norm**2 for norm in norms))
 
     def tensors(self) -> Iterator[Tensor]:
         """Yields what Adam updates and its moments; some may be views of the model's parameters.
@@ -137,9 +156,13 @@ class PolicyOptimizer:
             for group in part.optimizer.param_groups:
                 for parameter in group["params"]:
                     state: dict[str, Any] = part.optimizer.state[parameter]
-                    state["step"] = torch.tensor(0.0)
+                    state["step"] = self._counter(0.0, parameter)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
+
+    def _counter(self, steps: float, like: Tensor) -> Tensor:
+        """Returns Adam's counter of a tensor, which a fused step reads on its device."""
+        return torch.tensor(steps, device=like.device if self.fused else "cpu")
 
     def _groups(self) -> Iterator[dict[str, Any]]:
         for part in self.parts:

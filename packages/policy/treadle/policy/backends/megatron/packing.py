@@ -29,6 +29,7 @@ from treadle.policy.backends.megatron.context.rows import rows_of_ranks
 from treadle.policy.backends.megatron.experts.routing import Routing, replayed_indices
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments
 from treadle.policy.backends.megatron.prefixes.tree import rows_of_paths, runs_of
+from treadle.policy.backends.ranks import to_device
 from treadle.policy.client.batch import input_length
 from treadle.policy.client.types import LOGPROB_FIELDS, TrainSequence
 
@@ -160,7 +161,7 @@ class Packer(LossBatch):
             spread = LossTokens(
                 group=self._context,
                 count=len(rows),
-                index_K=self._tensor(index, torch.int64),
+                index_K=to_device(np.array(index, np.int64), self._at),
             )
             ids = [ids[row] for row in mine]
             rotary = rotary[..., mine]
@@ -178,16 +179,16 @@ class Packer(LossBatch):
             segments.images = self._images.rows([s for s, _ in chosen], own, places, self._at)
         segments.routing = Routing(
             num_rows=self.num_rows(indices, overlaps),
-            real_P=self._tensor(real, torch.bool) if padding else None,
+            real_P=to_device(np.array(real, np.bool_), self._at) if padding else None,
             indices_PLK=indices_PLK,
         )
         return MicroBatch(
-            ids_1P=self._tensor(ids, torch.int64)[None],
-            positions_P=rotary.to(self._at, non_blocking=True),
+            ids_1P=to_device(np.array(ids, np.int64), self._at)[None],
+            positions_P=to_device(rotary, self._at),
             segments=segments,
             shared=overlaps is not None,
-            predictors_K=self._tensor(rows, torch.int64),
-            targets_K=self._tensor(targets, torch.int64),
+            predictors_K=to_device(np.array(rows, np.int64), self._at),
+            targets_K=to_device(np.array(targets, np.int64), self._at),
             spread=spread,
             **loss_tokens,
         )
@@ -218,17 +219,17 @@ class Packer(LossBatch):
         chosen: Sequence[tuple[TrainSequence, NDArray[np.intp]]],
         own: Sequence[range],
         positions: Sequence[int],
-    ) -> Tensor:
-        """Returns the positions that the rows are turned by, [P] or [3, P], on the host."""
+    ) -> NDArray[np.int64]:
+        """Returns the positions that the rows are turned by, [P] or [3, P]."""
         if self._images is None:
-            return torch.tensor(positions)
+            return np.array(positions, np.int64)
         parts = [
             self._images.positions(sequence)[:, tokens.start : tokens.stop]
             for (sequence, _), tokens in zip(chosen, own, strict=True)
         ]
         found = np.zeros((3, len(positions)), dtype=np.int64)
         found[:, : sum(map(len, own))] = np.concatenate(parts, axis=1)
-        return torch.from_numpy(found)
+        return found
 
     def prefetch(self, indices: Sequence[int]) -> None:
         """Starts to decode the images of a later micro-batch."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -170,7 +170,7 @@ class FakePolicy(PolicyBackend):
         _check(sequences)
         return [s.aligned(_forward(model, weights, [s], temperature).logprobs_T) for s in sequences]
 
-    def forward_backward(
+    def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
         loss: LossFn,
@@ -179,8 +179,8 @@ class FakePolicy(PolicyBackend):
         aggregation_length: int | None = None,
         temperature: float = 1.0,
         keep_tokens: bool = False,
-    ) -> LossStats:
-        """See `PolicyBackend.forward_backward`."""
+    ) -> Callable[[], LossStats]:
+        """See `PolicyBackend.add_gradient`."""
         from treadle.policy.algorithms.mismatch import mismatch_metrics
 
         began = time.perf_counter()
@@ -223,7 +223,7 @@ class FakePolicy(PolicyBackend):
             import torch
 
             means |= mismatch_metrics(torch.cat(gaps), torch.cat(stale))
-        return LossStats(
+        stats = LossStats(
             loss=total,
             num_sequences=len(sequences),
             num_computed=len(computed),
@@ -237,6 +237,7 @@ class FakePolicy(PolicyBackend):
             if keep_tokens
             else None,
         )
+        return lambda: stats
 
     def _backward(
         self, found: _Computed, by_logprob_T: Floats, by_entropy_T: Floats, temperature: float

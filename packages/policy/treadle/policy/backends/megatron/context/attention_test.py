@@ -69,7 +69,8 @@ def test_the_ranks_of_a_context_group_compute_what_one_computes(
     key, value = (torch.randn(len(positions), 2, 8, requires_grad=True) for _ in range(2))
     upstream = torch.randn(len(positions), 32)
     cpu = torch.device("cpu")
-    want = TreeSegments.of_tree(lengths, overlaps, cpu).attend(query, key, value, SCORES)
+    whole = torch.cat((query, key, value), 1)
+    want = TreeSegments.of_tree(lengths, overlaps, cpu).attend(whole, (4, 2, 2), SCORES)
     want_grads = torch.autograd.grad(want, (query, key, value), upstream)
 
     parts = rows_of_ranks(positions, ranks)
@@ -81,7 +82,7 @@ def test_the_ranks_of_a_context_group_compute_what_one_computes(
         segments = ContextSegments.of_runs(runs_of(lengths, overlaps), parts, group, cpu)
         q, k, v = (x[rows].detach().requires_grad_() for x in (query, key, value))
         with in_one_process(key.detach(), value.detach(), received):
-            out = segments.attend(q, k, v, SCORES)
+            out = segments.attend(torch.cat((q, k, v), 1), (4, 2, 2), SCORES)
             grads = torch.autograd.grad(out, (q, k, v), upstream[rows])
         got[rows] = out.detach()
         grad_query[rows] = grads[0]

@@ -96,16 +96,14 @@ class TreeSegments(Segments):
             ),
         )
 
-    def attend(
-        self, query_PAD: Tensor, key_PAD: Tensor, value_PAD: Tensor, scores: ScoreRule
-    ) -> Tensor:
+    def attend(self, joined_PHD: Tensor, heads: Sequence[int], scores: ScoreRule) -> Tensor:
         """Attends along the path of each row; returns [P, A * D], zeros in the padding.
 
         The layer has no window and its scores no cap: nothing is shared where one has.
         """
         assert scores.window is None and scores.softcap is None
         out: Tensor = _TreeAttention.apply(  # type: ignore[no-untyped-call]
-            query_PAD, key_PAD, value_PAD, self, scores.scale
+            *joined_PHD.split(heads, 1), self, scores.scale
         )
         return out.flatten(1)
 

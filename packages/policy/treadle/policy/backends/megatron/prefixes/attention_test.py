@@ -36,7 +36,7 @@ def test_a_row_attends_to_its_path(kernel: str, paths: list[tuple[int, ...]], pa
             patch.setattr(attention, "_forward", attention.plain_forward)
             patch.setattr(attention, "_backward", attention.plain_backward)
             patch.setattr(attention, "_QUERIES_AT_ONCE", 5)
-        got = tree.attend(query, key, value, ScoreRule(scale=0.5))
+        got = tree.attend(torch.cat((query, key, value), 1), (4, 2, 2), ScoreRule(scale=0.5))
         upstream = torch.randn_like(got)
         got_grads = torch.autograd.grad(got, (query, key, value), upstream)
 
@@ -58,6 +58,6 @@ def test_padding_of_a_group_reaches_nothing_even_where_scores_are_huge() -> None
     assert any(group.padding is not None for group in tree.own)
     torch.manual_seed(0)
     query, key, value = ((torch.randn(72, 2, 8) * 100).requires_grad_() for _ in range(3))
-    out = tree.attend(query, key, value, ScoreRule(scale=1.0))
+    out = tree.attend(torch.cat((query, key, value), 1), (2, 2, 2), ScoreRule(scale=1.0))
     grads = torch.autograd.grad(out.sum(), (query, key, value))
     assert all(bool(torch.isfinite(x).all()) for x in (out, *grads))
