@@ -5,6 +5,9 @@ official one.
 """
 
 import json
+import math
+import ssl
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +18,10 @@ import numpy as np
 import pytest
 
 from e2e.served import KEY, ServeProcess
-from treadle.serve.wire import MESSAGES
+from treadle.tinker.sdk import MESSAGES
+from treadle.tracing.trajectories.filter import Filter
+from treadle.tracing.viewer.runs import open_runs
+from treadle.trainer.report import read_metrics
 
 TOKENS = (5, 6, 7, 8, 9, 10)
 ADAM = {"learning_rate": 1e-2}
@@ -24,8 +30,10 @@ ADAM = {"learning_rate": 1e-2}
 class Service(ServeProcess):
     """The process, and its client."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(directory, "policy.backend=fake", "rollout.name=fake")
+    tls: ssl.SSLContext | None = None
+
+    def __init__(self, directory: Path, *options: str) -> None:
+        super().__init__(directory, "policy.backend=fake", "rollout.name=fake", *options)
 
     def call(self, path: str, body: Mapping[str, Any] | bytes | None, key: str = KEY) -> Any:
         """Returns the answer in JSON, or its bytes."""
@@ -34,7 +42,7 @@ class Service(ServeProcess):
         request = urllib.request.Request(f"{self.base_url}/api/v1{path}", data=data)
         request.add_header("X-API-Key", key)
         request.add_header("Content-Type", kind)
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=60, context=self.tls) as response:
             found = response.read()
             return json.loads(found) if "json" in response.headers["content-type"] else found
 
@@ -179,3 +187,59 @@ def test_what_cannot_be_done_is_refused_with_its_name(service: Service) -> None:
     assert failed["category"] == "user" and "send forward_backward first" in failed["error"]
     assert service.result(service.call("/unload_model", {"model_id": model}))["model_id"] == model
     assert service.refusal("/forward_backward", passes(model, 2))[0] == 404
+
+
+def test_a_model_is_recorded_as_a_run_is(directory: Path, service: Service) -> None:
+    model = service.new_model()
+    save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 1}
+    answer = service.result(service.call("/save_weights_for_sampler", save))
+    service.sampled(answer["sampling_session_id"], 0)
+    for seq in (2, 4):
+        service.call("/forward_backward", passes(model, seq))
+        service.result(service.step(model, seq + 1))
+    service.logprobs(model, 6)  # after what a step leaves to be written
+    run = directory / "runs" / model.replace(":", "-")
+    first, second = read_metrics(run / "metrics.jsonl")
+    assert (first["step"], second["step"], first["tokens/sampled"]) == (1.0, 2.0, 8.0)
+    assert math.isclose(first["train/loss"], first["actor/loss"] / 5)
+    (shown,) = open_runs([run])
+    assert shown.describe()["state"] == "running"
+    assert shown.trajectories.count(Filter.parse("step=1")) == 2
+    service.call("/unload_model", {"model_id": model})
+    assert shown.describe()["state"] == "finished"
+
+
+def test_what_the_service_did_is_counted(service: Service) -> None:
+    with pytest.raises(urllib.error.HTTPError, match="401"):
+        urllib.request.urlopen(f"{service.base_url}/metrics")
+    request = urllib.request.Request(f"{service.base_url}/metrics")
+    request.add_header("Authorization", f"Bearer {KEY}")
+    with urllib.request.urlopen(request) as response:
+        text = response.read().decode()
+    assert 'treadle_serve_requests_total{kind="optim_step",outcome="done"}' in text
+    assert 'treadle_serve_requests_in_flight{kind="sample"} 0.0' in text
+
+
+def test_a_session_has_its_share_and_no_more_over_tls(tmp_path: Path) -> None:
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    words = (
+        f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 1 "
+        "-subj /CN=localhost -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run(words.split(), check=True, capture_output=True)
+    limits = ("--max-session-models", "1", "--max-session-requests", "2")
+    tls = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    service = Service(tmp_path / "state", *limits, *tls)
+    service.tls = ssl.create_default_context(cafile=certificate)
+    model = service.new_model()
+    session = model.partition(":")[0]
+    wanted = {"session_id": session, "model_seq_id": 1, "base_model": "demo:calculator"}
+    code, text = service.refusal("/create_model", wanted)
+    assert code == 403 and "--max-session-models" in text
+    assert service.new_model() != model  # of another session
+    for seq in (3, 2, 2):  # they wait for the first
+        service.step(model, seq)
+    code, text = service.refusal("/forward_backward", passes(model, 1))
+    assert code == 429 and "2 requests in flight" in text
+    service.process.terminate()
+    assert service.process.wait() == 0

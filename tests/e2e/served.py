@@ -11,10 +11,10 @@ KEY = "tml-of-a-test"
 
 
 class ServeProcess:
-    """A running service of the demo's model; clients are given its `base_url`."""
+    """A running service; clients are given its `base_url`."""
 
-    def __init__(self, directory: Path, *settings: str) -> None:
-        arguments = ("demo:calculator", "--address", "127.0.0.1:0", "--dir", directory)
+    def __init__(self, directory: Path, *settings: str, model: str = "demo:calculator") -> None:
+        arguments = (model, "--address", "127.0.0.1:0", "--dir", directory)
         threads = ("rollout.threads=1", "launch.policy_threads=1")
         directory.parent.mkdir(parents=True, exist_ok=True)
         with (directory.parent / "serve.log").open("ab") as log:

@@ -25,6 +25,8 @@ INPUTS = {
     "sandbox": 40,
     "run_directory": 40,
     "config": 120,
+    "service": 20,
+    "passes": 400,
 }
 
 

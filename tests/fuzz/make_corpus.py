@@ -4,7 +4,9 @@
 """
 
 import json
+from array import array
 from collections.abc import Iterator
+from typing import Any
 
 from fuzz.inputs import CORPUS, Input, Part, write_input
 from fuzz.targets.router import REPLICAS
@@ -19,6 +21,7 @@ from treadle.rollout.v1 import routing_service_pb2 as routing
 from treadle.rollout.v1 import server_service_pb2 as srv
 from treadle.rollout.v1 import weight_sync_service_pb2 as sync
 from treadle.rollout_server.services.testing import begin_request, push, want
+from treadle.tinker.sdk import MESSAGES
 from treadle.trainer.demo import DEMO
 
 _G = "/treadle.rollout.v1.GenerationService/"
@@ -274,6 +277,70 @@ def config() -> Iterator[tuple[str, Input]]:
     yield "verl", (Part("file", verl), Part("argument", b"trainer.total_epochs=1"))
 
 
+def service() -> Iterator[tuple[str, Input]]:
+    """A request of each kind that has a body, and the life of a model."""
+
+    def post(path: str, value: object, key: str = "own") -> Part:
+        return Part(f"POST /{path} {key}", json.dumps(value).encode())
+
+    def get(path: str) -> Part:
+        return Part(f"GET /{path} own", b"")
+
+    own = {"model_id": "MODEL", "seq_id": 1}
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    params = {"max_tokens": 2, "temperature": 1.0, "top_k": -1, "top_p": 1.0, "stop": ["a"]}
+    sample = {"sampling_session_id": "SAMPLER", "seq_id": 1, "num_samples": 2}
+    adam = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+    create = {"session_id": "SESSION", "model_seq_id": 1, "base_model": "demo:calculator"}
+    info = {"tags": ["a"], "user_metadata": {"a": "b"}, "sdk_version": "0.38.0"}
+    yield "session", (post("create_session", info), post("session_heartbeat", create))
+    yield "finish", (Part("POST /sessions/SESSION/finish own", b""), get("sessions/SESSION"))
+    yield "create", (post("create_model", create), post("get_info", own))
+    yield "step", (post("optim_step", {**own, "adam_params": adam}),)
+    yield "save", (post("save_weights", {**own, "path": "a", "ttl_seconds": 60}),)
+    yield (
+        "sampler",
+        (post("save_weights_for_sampler", {**own, "sampling_session_seq_id": 2}),),
+    )
+    path = "tinker://MODEL/weights/a"
+    yield "load", (post("load_weights", {**own, "path": path, "optimizer": True}),)
+    yield "info", (post("weights_info", {"tinker_path": path}), get("samplers/SAMPLER"))
+    yield "copy", (post("copy_weights", {"source_path": path, "model_seq_id": 3}),)
+    yield "sample", (post("asample", {**sample, "prompt": prompt, "sampling_params": params}),)
+    yield "cancel", (post("cancel_future", {"request_id": "SAMPLER:1"}),)
+    yield "lists", (get("checkpoints?limit=2&offset=0"), get("training_runs/MODEL"))
+    yield "unload", (post("unload_model", own), post("optim_step", own))
+    yield "wrong_key", (post("create_session", info, "wrong"),)
+
+
+def passes() -> Iterator[tuple[str, Input]]:
+    """A pass with dense inputs, and one with sparse ones."""
+
+    def numbers(kind: str, *values: float) -> bytes:
+        return array(kind, values).tobytes()
+
+    for loss in ("cross_entropy", "ppo", "gspo"):
+        message: Any = MESSAGES["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn=loss)
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = numbers("i", 3, 4)
+        names = ("weights",) if loss == "cross_entropy" else ("advantages", "logprobs")
+        for name in ("target_tokens", *names):
+            kind = "q" if name == "target_tokens" else "f"
+            tensor = datum.loss_fn_inputs.add(key=name).value
+            tensor.dtype = 2 if kind == "q" else 1
+            if loss == "ppo":
+                tensor.shape.extend((2, 1))
+                tensor.sparse_csr.values = numbers(kind, 4, 5)
+                tensor.sparse_csr.crow_indices = numbers("q", 0, 1, 2)
+                tensor.sparse_csr.col_indices = numbers("q", 0, 0)
+            else:
+                tensor.shape.append(2)
+                tensor.dense = numbers(kind, 4, 5)
+        if loss == "ppo":
+            message.loss_fn_config.add(key="clip_low_threshold", value=0.5)
+        yield loss, (Part("pass", message.SerializeToString()),)
+
+
 MAKERS = {
     "contract": contract,
     "router": router,
@@ -282,6 +349,8 @@ MAKERS = {
     "sandbox": sandbox,
     "run_directory": run_directory,
     "config": config,
+    "service": service,
+    "passes": passes,
 }
 
 

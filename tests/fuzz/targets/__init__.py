@@ -47,6 +47,18 @@ def _config() -> Target:
     return ConfigTarget()
 
 
+def _service() -> Target:
+    from fuzz.targets.service import ServiceTarget
+
+    return ServiceTarget()
+
+
+def _passes() -> Target:
+    from fuzz.targets.service import PassesTarget
+
+    return PassesTarget()
+
+
 TARGETS: Mapping[str, Callable[[], Target]] = {
     "contract": _contract,
     "router": _router,
@@ -55,5 +67,7 @@ TARGETS: Mapping[str, Callable[[], Target]] = {
     "sandbox": _sandbox,
     "run_directory": _run_directory,
     "config": _config,
+    "service": _service,
+    "passes": _passes,
 }
 """Each imports what it needs when it is made."""

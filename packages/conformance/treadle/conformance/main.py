@@ -11,8 +11,12 @@ import asyncio
 import importlib.util
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from treadle.conformance.run import CheckResult
 
 PROGRAM = "python -m treadle.conformance"
 
@@ -21,11 +25,17 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     command_line = argparse.ArgumentParser(
         prog=PROGRAM,
-        description="Checks a running server against the rollout contract and prints the result. "
-        "Nothing else may use the server meanwhile: it is paused, and its weights are replaced.",
+        description="Checks a running server against the rollout contract, or a service against "
+        "Tinker's API, and prints the result. Nothing else may use a rollout server meanwhile: it "
+        "is paused, and its weights are replaced.",
     )
-    command_line.add_argument(
-        "--address", required=True, metavar="HOST:PORT", help="address of the server"
+    server = command_line.add_mutually_exclusive_group(required=True)
+    server.add_argument("--address", metavar="HOST:PORT", help="address of the rollout server")
+    server.add_argument(
+        "--tinker",
+        metavar="URL",
+        help="address of a service with Tinker's HTTP API, without /api/v1; of the other options, "
+        "--ca, --token-file (the key), --tolerance, --only and --json are for it",
     )
     command_line.add_argument(
         "--ca",
@@ -115,24 +125,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{' and '.join(missing)} not installed: pip install treadle-conformance")
     # Late, so that --help needs neither gRPC nor pytest.
     from treadle.conformance import report, run, settings
+    from treadle.conformance.tinker import run as tinker
 
-    with tempfile.TemporaryDirectory() as scratch:
-        try:
-            found = settings.resolve(options, Path(scratch) / "rotated")
-            info = asyncio.run(settings.handshake(found))
-        except settings.Unusable as error:
-            return _fail(str(error))
-        sys.stdout.write(report.heading(found.address, info))
-        try:
-            checks = run.run(found, settings.skipped_parts(found, info), only=options.only)
-        except RuntimeError as error:
-            return _fail(str(error))
+    try:
+        if options.tinker is not None:
+            about, checks = tinker.run(options, sys.stdout.write)
+        else:
+            about, checks = _check_rollout_server(options)
+    except (settings.Unusable, RuntimeError) as error:
+        return _fail(str(error))
     sys.stdout.write(report.table(checks))
     if options.json is not None:
-        options.json.write_text(report.as_json(found.address, info, checks))
+        options.json.write_text(report.as_json(about, checks))
     if not checks:
         return _fail(f"--only {options.only!r} matches no check")
     return int(any(check.outcome is run.ContractOutcome.FAILS for check in checks))
+
+
+def _check_rollout_server(
+    options: argparse.Namespace,
+) -> "tuple[Mapping[str, str], Sequence[CheckResult]]":
+    from treadle.conformance import report, run, settings
+
+    with tempfile.TemporaryDirectory() as scratch:
+        found = settings.resolve(options, Path(scratch) / "rotated")
+        info = asyncio.run(settings.handshake(found))
+        sys.stdout.write(report.heading(found.address, info))
+        checks = run.run(found, settings.skipped_parts(found, info), only=options.only)
+    return report.about(found.address, info), checks
 
 
 def _fail(message: str) -> int:

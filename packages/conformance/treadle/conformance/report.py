@@ -3,7 +3,7 @@
 import json
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from treadle.conformance.run import CheckResult, ContractOutcome
 from treadle.rollout.v1 import server_service_pb2 as srv
@@ -51,14 +51,21 @@ def _lines(checks: Sequence[CheckResult]) -> Iterator[str]:
     )
 
 
-def as_json(address: str, server: srv.GetServerInfoResponse, checks: Sequence[CheckResult]) -> str:
-    """Returns the same as one JSON object."""
-    counts = Counter(check.outcome for check in checks)
-    found = {
+def about(address: str, server: srv.GetServerInfoResponse) -> Mapping[str, str]:
+    """Returns what the JSON has of a rollout server."""
+    return {
         "address": address,
         "engine": server.engine,
         "engine_version": server.engine_version,
         "server_version": server.server_version,
+    }
+
+
+def as_json(server: Mapping[str, str], checks: Sequence[CheckResult]) -> str:
+    """Returns a description of the server, and what the table has, as one JSON object."""
+    counts = Counter(check.outcome for check in checks)
+    found = {
+        **server,
         "holds": counts[ContractOutcome.HOLDS],
         "does_not": counts[ContractOutcome.FAILS],
         "skipped": counts[ContractOutcome.SKIPPED],

@@ -1,6 +1,6 @@
 import json
 
-from treadle.conformance.report import as_json, heading, table
+from treadle.conformance.report import about, as_json, heading, table
 from treadle.conformance.run import CheckResult, ContractOutcome
 from treadle.rollout.v1 import server_service_pb2 as srv
 
@@ -30,7 +30,7 @@ def test_the_table_has_parts_outcomes_reasons_and_a_sum() -> None:
 
 
 def test_the_json_has_everything_uncut() -> None:
-    found = json.loads(as_json("a:1", SERVER, CHECKS))
+    found = json.loads(as_json(about("a:1", SERVER), CHECKS))
     assert (found["holds"], found["does_not"], found["skipped"]) == (1, 1, 1)
     assert found["checks"][1]["seen"] == "an answer " * 100
     assert found["address"] == "a:1" and "64 ids, context 512" in heading("a:1", SERVER)

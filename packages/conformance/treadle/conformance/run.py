@@ -9,7 +9,8 @@ import asyncio
 import enum
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,30 +62,23 @@ class CheckResult:
     seen: str
 
 
-class Plugin:
-    """The pytest plugin that gives the checks their settings and collects their outcomes."""
+class Collector(ABC):
+    """A pytest plugin that collects the outcomes of checks."""
 
-    def __init__(self, settings: KitSettings) -> None:
-        self._settings = settings
+    def __init__(self, parts: Mapping[str, str]) -> None:
+        """Args: parts: Part of the table by its file or class, relative to the checks' folder."""
+        self._parts = parts
         self._slow_failures = 0
         self._stop_reason = ""
         self.checks: dict[str, CheckResult] = {}
         self.broken: list[str] = []
 
-    @pytest.fixture(scope="session")
-    def settings(self) -> KitSettings:
-        """Returns the settings of the kit."""
-        return self._settings
-
-    @pytest.fixture(scope="session")
-    def target(self) -> Target:
-        """Returns the server under test."""
-        return self._settings.target
+    @abstractmethod
+    def why_lost(self) -> str | None:
+        """Returns why no more checks can run on the server, or None if they can."""
 
     def pytest_configure(self, config: pytest.Config) -> None:
-        """Registers the contracts for assertion rewriting, before the checks import them."""
-        pytest.register_assert_rewrite(*CONTRACTS)
-        # No source is shown, and Python 3.11 may fail to parse source that is nested this deep.
+        """Shows no source: Python 3.11 may fail to parse source that is nested this deep."""
         config.option.tbstyle = "native"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -104,17 +98,22 @@ class Plugin:
             return
         if report.passed and report.when != "call":
             return
-        self.checks[report.nodeid] = _check(report)
+        self.checks[report.nodeid] = self._check(report)
         if report.when == "call" or not report.passed:
             sys.stderr.write("." if report.passed else "s" if report.skipped else "F")
             sys.stderr.flush()
         if report.failed:
             self._stop_reason = self._stop_reason or self._why_stop(report)
 
+    def _check(self, report: pytest.TestReport) -> CheckResult:
+        return _check(
+            report, next(p for node, p in self._parts.items() if report.nodeid.startswith(node))
+        )
+
     def _why_stop(self, report: pytest.TestReport) -> str:
         """Returns why the run stops after this failed check, or "" if it continues."""
-        name = _check(report).name
-        if why := asyncio.run(why_lost(self._settings)):
+        name = self._check(report).name
+        if why := self.why_lost():
             return f"since {name!r}, {why}"
         self._slow_failures += report.duration > _SLOW_S
         if self._slow_failures < _MAX_SLOW_FAILURES:
@@ -123,6 +122,33 @@ class Plugin:
             f"{_MAX_SLOW_FAILURES} checks failed after {_SLOW_S:.0f} s each, {name!r} was the "
             "last: fix them first, or select others with --only"
         )
+
+
+class Plugin(Collector):
+    """The plugin that gives checks of the rollout contract their settings."""
+
+    def __init__(self, settings: KitSettings) -> None:
+        super().__init__({_node(part): part.replace("_", " ") for part in _PARTS})
+        self._settings = settings
+
+    @pytest.fixture(scope="session")
+    def settings(self) -> KitSettings:
+        """Returns the settings of the kit."""
+        return self._settings
+
+    @pytest.fixture(scope="session")
+    def target(self) -> Target:
+        """Returns the server under test."""
+        return self._settings.target
+
+    def why_lost(self) -> str | None:
+        """See the base class."""
+        return asyncio.run(why_lost(self._settings))
+
+    def pytest_configure(self, config: pytest.Config) -> None:
+        """Registers the contracts for assertion rewriting, before the checks import them."""
+        pytest.register_assert_rewrite(*CONTRACTS)
+        super().pytest_configure(config)
 
 
 def run(
@@ -138,11 +164,28 @@ def run(
     Raises:
         RuntimeError: A check file does not load, or not all checks ran.
     """
-    plugin = Plugin(settings)
-    folder = Path(__file__).parent / "checks"
-    nodes = [str(folder / _node(part)) for part in _PARTS if part not in skipped_parts]
+    nodes = [_node(part) for part in _PARTS if part not in skipped_parts]
+    checks = run_checks(Plugin(settings), Path(__file__).parent / "checks", nodes, only=only)
+    if only is None:
+        checks.extend(
+            CheckResult(
+                part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why
+            )
+            for part, why in skipped_parts.items()
+        )
+    return checks
+
+
+def run_checks(
+    plugin: Collector, folder: Path, nodes: Iterable[str], *, only: str | None
+) -> list[CheckResult]:
+    """Runs the checks of a folder; see `run`.
+
+    Args:
+        nodes: Files and classes of the folder, in the order of the run.
+    """
     arguments = [
-        *nodes,
+        *(str(folder / node) for node in nodes),
         *("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib"),
         *("-p", "pytest_asyncio.plugin"),
         # Ignores the pytest configuration of the current directory.
@@ -161,15 +204,7 @@ def run(
         raise RuntimeError("\n".join(plugin.broken))
     if ended not in _COMPLETE:
         raise RuntimeError(f"pytest ended with {ended.name}: not all checks were run")
-    checks = list(plugin.checks.values())
-    if only is None:
-        checks.extend(
-            CheckResult(
-                part=part, name=_SKIPPED_NAMES[part], outcome=ContractOutcome.SKIPPED, seen=why
-            )
-            for part, why in skipped_parts.items()
-        )
-    return checks
+    return list(plugin.checks.values())
 
 
 def _node(part: str) -> str:
@@ -179,23 +214,19 @@ def _node(part: str) -> str:
     return f"{part}_checks.py"
 
 
-def _part(nodeid: str) -> str:
-    return next(part for part in _PARTS if nodeid.startswith(_node(part)))
-
-
 def _expression(words: str) -> str:
     """Returns the ``-k`` expression: "a b or c" becomes "a_b or c"."""
     return " or ".join("_".join(part.split()) for part in words.split(" or "))
 
 
-def _check(report: pytest.TestReport) -> CheckResult:
+def _check(report: pytest.TestReport, part: str) -> CheckResult:
     name = report.nodeid.rpartition("::")[2].removeprefix("test_")
     plain, bracket, value = name.partition("[")
     outcome = {"passed": ContractOutcome.HOLDS, "skipped": ContractOutcome.SKIPPED}.get(
         report.outcome, ContractOutcome.FAILS
     )
     return CheckResult(
-        part=_part(report.nodeid).replace("_", " "),
+        part=part,
         name=plain.replace("_", " ") + (f" {bracket}{value}" if bracket else ""),
         outcome=outcome,
         seen=" ".join(_seen(report, outcome)),

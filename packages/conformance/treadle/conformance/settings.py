@@ -85,10 +85,9 @@ def resolve(options: argparse.Namespace, scratch: Path) -> KitSettings:
     Raises:
         Unusable: A file cannot be read, or cannot be written later.
     """
-    if options.json is not None and not options.json.parent.is_dir():
-        raise Unusable(f"--json {options.json}: directory {options.json.parent} does not exist")
-    ca = _read(options.ca, "--ca")
-    token = _read(options.token_file, "--token-file")
+    check_output(options)
+    ca = read_file(options.ca, "--ca")
+    token = read_file(options.token_file, "--token-file")
     bearer = () if token is None else (("authorization", f"Bearer {token.decode().strip()}"),)
     directory: Path | None = options.model or options.weights
     if directory is not None and not any(directory.glob("*.safetensors")):
@@ -113,6 +112,12 @@ def resolve(options: argparse.Namespace, scratch: Path) -> KitSettings:
         long=options.long,
         draws=options.draws,
     )
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Raises `Unusable` if the result cannot be written."""
+    if options.json is not None and not options.json.parent.is_dir():
+        raise Unusable(f"--json {options.json}: directory {options.json.parent} does not exist")
 
 
 async def handshake(settings: KitSettings) -> srv.GetServerInfoResponse:
@@ -179,7 +184,12 @@ def _directory(path: Path | None, option: str) -> Path | None:
     return path
 
 
-def _read(path: Path | None, option: str) -> bytes | None:
+def read_file(path: Path | None, option: str) -> bytes | None:
+    """Returns the content of an option's file; None if the option is not given.
+
+    Raises:
+        Unusable: It cannot be read.
+    """
     try:
         return None if path is None else path.read_bytes()
     except OSError as error:

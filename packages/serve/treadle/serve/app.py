@@ -9,10 +9,12 @@ from __future__ import annotations
 import hmac
 import json
 import logging
+import sqlite3
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -39,6 +41,9 @@ _CLIENT_CONFIG: Final[Mapping[str, Any]] = MappingProxyType(
         "sample_join_sampling_session": False,
     }
 )
+
+_MISFITS: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError, sqlite3.Error)
+"""What a body raises whose values are of other types or sizes than they must be."""
 
 Given = Mapping[str, Any]
 Handler = Callable[[Service, Request, Given], Any]
@@ -159,10 +164,19 @@ def make_app(service: Service, key: str) -> Starlette:
     """Returns the application, for clients that send the key as X-API-Key."""
     # Paths without parameters first, and longer ones before those that a parameter would swallow.
     ordered = sorted(PATHS.items(), key=lambda each: ("{" in each[0][1], -len(each[0][1])))
+
+    async def metrics(request: Request) -> Response:
+        if not _is_allowed(request, key):
+            return _error("send the server's key, as Authorization: Bearer KEY", 401)
+        return Response(generate_latest(service.totals.registry), media_type=CONTENT_TYPE_LATEST)
+
     return Starlette(
         routes=[
-            Route(_PREFIX + path, _endpoint(service, key, path, answer), methods=[method])
-            for (method, path), answer in ordered
+            Route("/metrics", metrics),
+            *(
+                Route(_PREFIX + path, _endpoint(service, key, path, answer), methods=[method])
+                for (method, path), answer in ordered
+            ),
         ]
     )
 
@@ -188,7 +202,7 @@ def _endpoint(
             return Response(status_code=204) if done is None else JSONResponse(dict(done))
         except ServiceError as error:
             return _error(str(error), error.status)
-        except (AttributeError, KeyError, TypeError) as error:
+        except _MISFITS as error:
             _log.info("%s", path, exc_info=error)
             return _error(f"the body does not fit {path}: {type(error).__name__}: {error}", 400)
 
@@ -220,7 +234,7 @@ async def _read(request: Request) -> Given:
         return {}
     try:
         given = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ServiceError(f"the body is no JSON: {error}") from None
     if not isinstance(given, dict):
         raise ServiceError(f"the body is a {type(given).__name__}, and must be an object")

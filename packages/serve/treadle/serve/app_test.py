@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from treadle.serve.app import PATHS
+from treadle.tinker import sdk
 
 
 def table() -> str:
@@ -17,3 +18,7 @@ def table() -> str:
 def test_the_page_has_the_table_of_all_paths() -> None:
     page = Path("docs/serve.md").read_text(encoding="utf-8")
     assert table() in page, f"replace the table of docs/serve.md by\n{table()}"
+
+
+def test_every_path_of_the_sdk_is_answered_or_refused() -> None:
+    assert set(sdk.PATHS) == PATHS.keys()

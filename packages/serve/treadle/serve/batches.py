@@ -157,7 +157,7 @@ def _sequence(
             f"server's context is {context_length} tokens"
         )
     wanted = {loss.factors} | ({"logprobs"} if name != "cross_entropy" else set())
-    optional = {"mask", "weights"}
+    optional = {"mask", "weights", *(("sequence_ratio_mask",) * (name == "gspo"))}
     inputs: dict[str, Any] = dict(datum.inputs)
     inputs.setdefault("weights", np.ones(length, np.float32))
     if missing := sorted(wanted - inputs.keys()):
@@ -189,7 +189,13 @@ def _sequence(
     ids[1:-1] = tokens[1:]
     used = follows
     if name == "gspo":  # its ratio is the mean over the tokens that are trained on
-        used = follows & (factors != 0)
+        averaged = np.asarray(inputs.get("sequence_ratio_mask", factors)) != 0
+        if (factors[~averaged] != 0).any():
+            raise ServiceError(
+                f"datum {number} has advantages where its sequence_ratio_mask is 0: let the mask "
+                "be 1 at every position with an advantage"
+            )
+        used = follows & averaged
     elif not factors[-1] and not 0 <= ids[-1] < vocab_size:
         used = follows.copy()  # a place holder behind the last token
         used[-1], ids[-1] = False, tokens[-1]

@@ -9,7 +9,8 @@ from treadle.policy.config.algorithm import AlgorithmConfig
 from treadle.policy.config.settings import from_json
 from treadle.serve.batches import LOSSES, PolicyPass, make_batch
 from treadle.serve.errors import ServiceError
-from treadle.serve.wire import MESSAGES, encode_output, read_passes
+from treadle.serve.wire import encode_output, read_passes
+from treadle.tinker.sdk import MESSAGES
 
 TOKENS = [3, 4, 5, 6]
 
@@ -64,6 +65,13 @@ def test_values_come_back_to_their_positions() -> None:
     field = record.fields[0].value
     assert (record.num_datums, output.metrics[0].key) == (2, "loss:sum")
     assert np.frombuffer(field.offsets, "<i8").tolist() == [0, 16, 20]
+
+
+def test_the_ratio_of_a_sequence_is_over_its_mask() -> None:
+    batch = batch_of(request("gspo", sequence_ratio_mask=[1.0, 1.0, 1.0, 1.0]))
+    assert batch.sequences[0].num_loss_tokens == 4
+    with pytest.raises(ServiceError, match="where its sequence_ratio_mask is 0"):
+        batch_of(request("gspo", sequence_ratio_mask=[1.0, 1.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("loss", LOSSES)

@@ -1,8 +1,9 @@
 """Errors as the SDK reads them: a status of HTTP, or the category of a future that failed."""
 
+from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["ServiceError", "gone", "refused", "unknown"]
+__all__ = ["Limits", "ServiceError", "gone", "refused", "unknown"]
 
 
 class ServiceError(Exception):
@@ -35,3 +36,25 @@ def unknown(what: str, value: object, fix: str) -> ServiceError:
 def gone(what: str, value: object, fix: str) -> ServiceError:
     """Returns the error about something that is there no longer, so that it is asked for anew."""
     return ServiceError(f"{what} {value!r} is gone: {fix}", status=410)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a service has room for, and how much of it one session may have.
+
+    Attributes:
+        session_requests: Maximum number to train, and to sample, that are not answered.
+    """
+
+    models: int
+    session_models: int
+    session_requests: int
+
+    def check_requests(self, session: str, in_flight: int) -> None:
+        """Raises `ServiceError`, which the SDK answers by asking again later, if it is too much."""
+        if in_flight >= self.session_requests:
+            raise ServiceError(
+                f"session {session} has {in_flight} requests in flight, as many as "
+                "--max-session-requests: wait for answers",
+                status=429,
+            )

@@ -50,6 +50,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--max-models", type=int, default=64, metavar="N", help="64 if left out")
     parser.add_argument(
+        "--max-session-models",
+        type=int,
+        metavar="N",
+        help="of one session; as --max-models if left out",
+    )
+    parser.add_argument(
+        "--max-session-requests",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="of one session to train, and to sample, that are not answered; 4096 if left out",
+    )
+    parser.add_argument(
         "--max-policies",
         type=int,
         default=2,
@@ -118,7 +131,9 @@ async def _serve(args: argparse.Namespace, config: Config) -> None:
     from treadle.agent_loop.proxy.server import SharedServer, TlsFiles, check_exposure
     from treadle.agent_loop.rpc import Requirements
     from treadle.serve.app import make_app
+    from treadle.serve.errors import Limits
     from treadle.serve.policies import Policies
+    from treadle.serve.record import Records
     from treadle.serve.sampling import Sampler
     from treadle.serve.service import Service
     from treadle.serve.store import Store
@@ -154,7 +169,14 @@ async def _serve(args: argparse.Namespace, config: Config) -> None:
         stack.push_async_callback(policies.close)
         renderer = HfRenderer.from_directory(config.model.path)
         at_once = config.rollout.max_in_flight * max(1, config.rollout.num_replicas)
-        sampler = Sampler(store, policies, renderer, at_once=at_once)
+        limits = Limits(
+            models=args.max_models,
+            session_models=args.max_session_models or args.max_models,
+            session_requests=args.max_session_requests,
+        )
+        records = Records(directory / "runs", renderer, config.model.path)
+        stack.push_async_callback(records.close)
+        sampler = Sampler(store, policies, renderer, records, at_once=at_once, limits=limits)
         pool = ServerPool(
             launcher,
             secured,
@@ -172,7 +194,8 @@ async def _serve(args: argparse.Namespace, config: Config) -> None:
             vocab_size=pool.generator.servers[0].vocab_size,
             context_length=config.rollout.context_length,
             architecture=str(model.get("model_type")),
-            limit=args.max_models,
+            limits=limits,
+            records=records,
         )
         models.start()
         stack.push_async_callback(models.close)

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from google.protobuf.message import Message
 
@@ -43,6 +44,9 @@ __all__ = ["Policies", "Policy", "Shape"]
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
+
+_SILENT_S: Final = 120.0
+"""How long a client has given no heartbeat when its models may wait for their ranks to restart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,7 +285,12 @@ class Policies:
             return policy
         if len(self._policies) >= self._limit:
             needed = {
-                row["shape"] for row in self._store.rows("SELECT shape FROM models WHERE alive")
+                row["shape"]
+                for row in self._store.rows(
+                    "SELECT shape FROM models JOIN sessions ON sessions.id = models.session WHERE "
+                    "alive AND seen > ?",
+                    time.time() - _SILENT_S,
+                )
             }
             idle = [each for each in self._policies if each.text not in needed]
             if not idle:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -28,8 +28,9 @@ from treadle.agent_loop.hf import HfRenderer
 from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import PublishReport
-from treadle.serve.errors import ServiceError, gone
+from treadle.serve.errors import Limits, ServiceError, gone
 from treadle.serve.policies import Policies, Policy, Shape
+from treadle.serve.record import Records
 from treadle.serve.store import Store, StoredAnswer
 from treadle.serve.wire import SampledSequence, encode_sample
 from treadle.trainer.rollout.server_pool import ServerPool
@@ -53,6 +54,7 @@ class SampleRequest:
         scored: Whether log-probabilities of the prompt are answered.
         prompt_logprobs_from: The first id that has one; None: none has.
         stops: Texts that end a completion.
+        model: The model whose weights these are or were; None: the base model.
     """
 
     name: str
@@ -62,6 +64,7 @@ class SampleRequest:
     scored: bool
     prompt_logprobs_from: int | None
     stops: Sequence[str]
+    model: str | None = None
     attempts: int = 0
     answer: StoredAnswer | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -71,12 +74,23 @@ class Sampler:
     """Samples with the servers of a pool, which it gives weights."""
 
     def __init__(
-        self, store: Store, policies: Policies, renderer: HfRenderer, *, at_once: int
+        self,
+        store: Store,
+        policies: Policies,
+        renderer: HfRenderer,
+        records: Records,
+        *,
+        at_once: int,
+        limits: Limits,
     ) -> None:
         """Args: at_once: Maximum number of completions that are computed at a time."""
         self._store = store
         self._policies = policies
         self._renderer = renderer
+        self._records = records
+        self._limits = limits
+        self._in_flight = Counter[str]()
+        records.totals.waiting.labels("sample").set_function(self._in_flight.total)
         self._slots = asyncio.Semaphore(at_once)
         self._requests: OrderedDict[str, SampleRequest] = OrderedDict()
         self._line: deque[SampleRequest] = deque()
@@ -122,6 +136,9 @@ class Sampler:
             return
         if len(self._line) >= _MAX_WAITING:
             raise ServiceError(f"{_MAX_WAITING} requests to sample wait: try again", status=429)
+        session = request.name.partition(":")[0]
+        self._limits.check_requests(session, self._in_flight[session])
+        self._in_flight[session] += 1
         self._requests[request.name] = request
         while len(self._requests) > _MAX_ANSWERS:
             oldest = next(iter(self._requests.values()))
@@ -220,8 +237,20 @@ class Sampler:
         self._news.set()
 
     def _fail(self, request: SampleRequest, error: ServiceError) -> None:
-        request.answer = StoredAnswer.of({"error": str(error), "category": error.category})
+        self._answer(
+            request, StoredAnswer.of({"error": str(error), "category": error.category}), "failed"
+        )
+
+    def _answer(self, request: SampleRequest, answer: StoredAnswer, outcome: str) -> None:
+        if request.done.is_set():
+            return  # it was cancelled
+        request.answer = answer
         request.done.set()
+        session = request.name.partition(":")[0]
+        self._in_flight[session] -= 1
+        if not self._in_flight[session]:
+            del self._in_flight[session]
+        self._records.totals.requests.labels("sample", outcome).inc()
 
     async def _sample(self, request: SampleRequest, pool: ServerPool) -> None:
         request.attempts += 1
@@ -248,8 +277,11 @@ class Sampler:
             known = completions[0].prompt_logprobs
             prompt_logprobs = [*[math.nan] * (len(request.prompt) - len(known)), *known]
         body = encode_sample([self._cut(each, request) for each in completions], prompt_logprobs)
-        request.answer = StoredAnswer(body=body, type="application/x-protobuf")
-        request.done.set()
+        self._answer(request, StoredAnswer(body=body, type="application/x-protobuf"), "done")
+        sampled = sum(len(each.token_ids) for each in completions)
+        self._records.totals.tokens.labels("sampled").inc(sampled)
+        if request.model is not None:
+            self._records.sampled(request.model, request.name, request.prompt, completions)
 
     async def _complete(self, request: SampleRequest, number: int, pool: ServerPool) -> Completion:
         async with self._slots:

@@ -69,6 +69,7 @@ class Service:
     ) -> None:
         self._store = store
         self._models = models
+        self.totals = models.records.totals
         self._sampler = sampler
         self._renderer = renderer
         self._name = name
@@ -268,7 +269,8 @@ class Service:
         sampler, seq = given.get("sampling_session_id"), given.get("seq_id")
         if sampler is None or seq is None:
             raise refused("sampling without a session", "use the SDK's create_sampling_client")
-        content = self._sampler_row(sampler)["content"]
+        row = self._sampler_row(sampler)
+        named = (row["path"] or "").removeprefix("tinker://").partition("/")[0]
         prompt = _prompt(given["prompt"], self._models.vocab_size)
         if not 1 <= len(prompt) < self._context_length:
             raise ServiceError(
@@ -286,7 +288,8 @@ class Service:
             first = 1 if last is None else max(1, len(prompt) - last)
         request = SampleRequest(
             name=name,
-            content=content,
+            content=row["content"],
+            model=row["model"] or named or None,
             prompt=prompt,
             params=[_with_seed(params, number) for number in range(count)],
             scored=bool(given.get("prompt_logprobs")),

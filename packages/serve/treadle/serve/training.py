@@ -18,6 +18,7 @@ import json
 import logging
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
@@ -28,8 +29,9 @@ from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import SaveAdapterRequest, SaveHfRequest
 from treadle.serve.batches import PolicyPass, make_batch
-from treadle.serve.errors import ServiceError, refused, unknown
+from treadle.serve.errors import Limits, ServiceError, refused, unknown
 from treadle.serve.policies import Policies, Shape
+from treadle.serve.record import Records
 from treadle.serve.store import Store, StoredAnswer
 from treadle.serve.wire import encode_output, read_passes
 
@@ -60,7 +62,7 @@ class Models:
         vocab_size: Ids of the base model are below it.
         context_length: Maximum number of tokens of a sequence.
         architecture: The type of the base model.
-        limit: Maximum number of models at a time.
+        limits: Maximum numbers of models and of a session's models and requests.
     """
 
     def __init__(
@@ -71,15 +73,19 @@ class Models:
         vocab_size: int,
         context_length: int,
         architecture: str,
-        limit: int,
+        limits: Limits,
+        records: Records,
     ) -> None:
         self.store = store
+        self.records = records
         self.policies = policies
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.architecture = architecture
-        self._limit = limit
+        self._limits = limits
         self._models: dict[str, _Model] = {}
+        records.totals.models.set_function(lambda: len(self._models))
+        records.totals.waiting.labels("train").set_function(lambda: self._in_flight(""))
         self._answered: dict[str, asyncio.Event] = {}
 
     def start(self) -> None:
@@ -106,10 +112,16 @@ class Models:
         request = f"{model}:{_CREATED}"
         if self.store.row("SELECT id FROM requests WHERE id = ?", request) is not None:
             return request
-        if len(self._models) >= self._limit and not self._unload_abandoned():
+        own = sum(name.startswith(f"{session}:") for name in self._models)
+        if own >= self._limits.session_models:
             raise ServiceError(
-                f"the server has {self._limit} models, as many as --max-models: unload one, or "
-                "start it with more"
+                f"session {session} has {own} models, as many as --max-session-models: unload one",
+                status=403,
+            )
+        if len(self._models) >= self._limits.models and not self._unload_abandoned():
+            raise ServiceError(
+                f"the server has {self._limits.models} models, as many as --max-models: unload "
+                "one, or start it with more"
             )
         self.store.write(
             (
@@ -148,7 +160,13 @@ class Models:
             raise unknown("model", model, "it was unloaded, or never created; create it first")
         if not isinstance(seq, int) or seq <= _CREATED:
             raise ServiceError(f"seq_id={seq!r} of model {model}: number its requests from 1")
+        session = model.partition(":")[0]
+        if not found.has(seq):
+            self._limits.check_requests(session, self._in_flight(session))
         return found.accept(seq, kind, body)
+
+    def _in_flight(self, session: str) -> int:
+        return sum(len(m.waiting) for name, m in self._models.items() if name.startswith(session))
 
     def unload(self, model: str) -> None:
         """Frees a model; its checkpoints stay.
@@ -165,6 +183,7 @@ class Models:
             ("UPDATE requests SET body = NULL WHERE model = ?", model),
         )
         self.store.sweep()
+        self.records.end(model)
 
     async def answer(self, request: str, wait_s: float) -> StoredAnswer | None:
         """Returns the answer to a request; None: not yet.
@@ -206,7 +225,9 @@ class _Model:
         self._content: str | None = row["content"]
         self._next = row["applied"] + 1
         self._gradients: list[tuple[str, PolicyPass]] = []
-        self._waiting: dict[int, tuple[str, bytes]] = {}
+        self.waiting: dict[int, tuple[str, bytes]] = {}
+        self._stepped: dict[str, float] | None = None
+        self._sums: defaultdict[str, float] = defaultdict(float)
         self._news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.ended = False
@@ -216,7 +237,7 @@ class _Model:
             *(name, self._next),
         ):
             if each["type"] is None:
-                self._waiting[each["seq"]] = each["kind"], each["body"]
+                self.waiting[each["seq"]] = each["kind"], each["body"]
                 continue
             self._next = each["seq"] + 1  # it was answered, and only gradients must come again
             if each["kind"] == "forward_backward" and each["type"] == _PROTOBUF:
@@ -229,17 +250,21 @@ class _Model:
         self.task = asyncio.create_task(self._work(), name=f"model {self._name}")
         self._news.set()
 
+    def has(self, seq: int) -> bool:
+        """Returns whether a request came before."""
+        return seq < self._next or seq in self.waiting
+
     def accept(self, seq: int, kind: str, body: bytes) -> str:
         """See `Models.accept`."""
         request = f"{self._name}:{seq}"
-        if seq < self._next or seq in self._waiting:
-            return request  # it came before
-        if len(self._waiting) >= _MAX_WAITING:
+        if self.has(seq):
+            return request
+        if len(self.waiting) >= _MAX_WAITING:
             raise ServiceError(
                 f"{_MAX_WAITING} requests wait for model {self._name}: wait for answers", status=429
             )
         self._store.accept(request, self._name, seq, kind, body)
-        self._waiting[seq] = kind, body
+        self.waiting[seq] = kind, body
         self._news.set()
         return request
 
@@ -247,18 +272,18 @@ class _Model:
         while True:
             await self._news.wait()
             self._news.clear()
-            while self._next in self._waiting and not self.ended:
+            while self._next in self.waiting and not self.ended:
                 async with self._models.policies.turn(self._shape):
                     await self._take_turn()
 
     async def _take_turn(self) -> None:
         """Does what waits, up to a step: another model would take up the policy in between."""
         kind = ""
-        while kind != "optim_step" and self._next in self._waiting and not self.ended:
+        while kind != "optim_step" and self._next in self.waiting and not self.ended:
             seq = self._next
-            kind, body = self._waiting[seq]
+            kind, body = self.waiting[seq]
             await self._do(seq, kind, body)
-            del self._waiting[seq]
+            del self.waiting[seq]
 
     async def _do(self, seq: int, kind: str, body: bytes) -> None:
         request = f"{self._name}:{seq}"
@@ -276,6 +301,11 @@ class _Model:
         self._next = seq + 1
         self._store.answered(request, answer, *changes)
         self._models.wake(request)
+        outcome = "failed" if kind != "forward_backward" and b'"error"' in answer.body else "done"
+        self._models.records.totals.requests.labels(kind, outcome).inc()
+        stepped, self._stepped = self._stepped, None
+        if stepped is not None:
+            await self._models.records.step(self._name, stepped)
         if self._content is None and not self.ended:
             self._models.unload(self._name)  # it could not be created
         elif changes:
@@ -340,9 +370,16 @@ class _Model:
         if counted and batch.forward_only:
             logprobs_M = np.frombuffer(await policy.use(forward), "<f4")
         elif counted:
+            began = time.monotonic()
             response = await policy.use(both)
             self._gradients.append((request, batch))
             logprobs_M, loss = TokenValues.of(response.tokens).logprobs_M, response.loss
+            tokens = sum(len(sequence.ids) for sequence in batch.sequences)
+            self._models.records.totals.tokens.labels("trained").inc(tokens)
+            self._sums["loss"] += loss
+            self._sums["tokens"] += tokens
+            self._sums["s"] += time.monotonic() - began
+            self._sums[batch.loss] += sum(float(factors.sum()) for factors in batch.factors)
         logprobs = batch.of_positions(logprobs_M)
         fields = {"logprobs": logprobs}
         if batch.loss == "cross_entropy":
@@ -365,7 +402,9 @@ class _Model:
             done = await policy.step(settings)
             return done, await policy.save()
 
+        began = time.monotonic()
         done, moved = await policy.use(step)
+        self._stepped = self._of_step(done, time.monotonic() - began)
         self._content = moved
         self._gradients.clear()
         metrics = {
@@ -375,6 +414,21 @@ class _Model:
             "optim/skipped": float(done.skipped),
         }
         return StoredAnswer.of({"metrics": metrics}), self._store.moved(self._name, seq, moved)
+
+    def _of_step(self, done: pb.OptimizerStepResponse, took_s: float) -> dict[str, float]:
+        """Returns what is recorded of a step, by the names of a run's metrics."""
+        sums, self._sums = self._sums, defaultdict(float)
+        values = {
+            "actor/loss": sums["loss"],
+            "actor/grad_norm": done.grad_norm,
+            "actor/lr": done.learning_rate,
+            "actor/skipped_updates": float(done.skipped),
+            "tokens/trained": sums["tokens"],
+            "time/train_s": sums["s"] + took_s,
+        }
+        if sums["cross_entropy"] > 0.0:
+            values["train/loss"] = sums["loss"] / sums["cross_entropy"]
+        return values
 
     # --- checkpoints -----------------------------------------------------------------------------
 

@@ -1,9 +1,4 @@
-"""The SDK's messages in protobuf, and what is read from them and written into them.
-
-Invariant: field numbers and types are those of the SDK 0.36 to 0.38. The messages are described
-here, in a pool of their own, so that neither the SDK nor its release is a dependency and both may
-be loaded in one process. Fields that are not read are left out: protobuf skips them.
-"""
+"""What is read from the SDK's messages in protobuf, and what is written into them."""
 
 from __future__ import annotations
 
@@ -13,72 +8,18 @@ from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
-from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from treadle.serve.errors import ServiceError, refused
+from treadle.tinker.sdk import MESSAGES
 
 __all__ = ["Datum", "Passes", "SampledSequence", "encode_output", "encode_sample", "read_passes"]
 
-_PACKAGE: Final = "treadle.serve.sdk"
-# Message -> its fields, as "number name type"; a + before the type: repeated.
-_MESSAGES: Final = {
-    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes",
-    "SampleResponse": "1 sequences +SampledSequence, 2 prompt_logprobs bytes",
-    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
-    "Tensor": "1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape +int64",
-    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape +int64",
-    "TensorField": "1 key string, 2 value BatchedTensor",
-    "ArrayRecord": "1 type_tag string, 2 fields +TensorField, 3 num_datums int64",
-    "Metric": "1 key string, 2 value double",
-    "ForwardBackwardOutput": (
-        "1 loss_fn_output_type string, 2 loss_fn_outputs +ArrayRecord, 3 metrics +Metric"
-    ),
-    "EncodedTextChunk": "1 tokens bytes",
-    "OtherChunk": "1 data bytes",
-    "Chunk": "1 encoded_text EncodedTextChunk, 2 image OtherChunk, 3 dmel OtherChunk",
-    "TensorInput": "1 key string, 2 value Tensor",
-    "Datum": "1 model_input +Chunk, 2 loss_fn_inputs +TensorInput",
-    "LossConfigValue": "1 number double, 2 text string",
-    "LossConfigEntry": "1 key string, 2 value LossConfigValue",
-    "ForwardBackwardRequest": (
-        "1 model_id string, 2 seq_id int32, 3 data +Datum, 4 loss_fn string, 5 loss_fn_config "
-        "+Metric, 6 forward_only bool, 7 loss_fn_config_v2 +LossConfigEntry"
-    ),
-}
 _FLOAT32, _INT64 = 1, 2
 _TYPES: Final[Mapping[int, np.dtype[Any]]] = MappingProxyType(
     {_FLOAT32: np.dtype("<f4"), _INT64: np.dtype("<i8")}
 )
-
-
-def _make() -> Mapping[str, type[Any]]:
-    """Returns the class of each message. An entry of a map has the bytes of a message."""
-    kinds = descriptor_pb2.FieldDescriptorProto
-    file = descriptor_pb2.FileDescriptorProto(
-        name="treadle/serve/sdk.proto", package=_PACKAGE, syntax="proto3"
-    )
-    for message, text in _MESSAGES.items():
-        described = file.message_type.add(name=message)
-        for part in text.split(", "):
-            number, name, kind = part.split(" ")
-            own = kind.lstrip("+")
-            field = described.field.add(name=name, number=int(number))
-            field.label = kinds.LABEL_REPEATED if kind != own else kinds.LABEL_OPTIONAL
-            if own in _MESSAGES:
-                field.type, field.type_name = kinds.TYPE_MESSAGE, f".{_PACKAGE}.{own}"
-            else:
-                field.type = kinds.Type.Value(f"TYPE_{own.upper()}")
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(file)
-    return {
-        name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-        for name in _MESSAGES
-    }
-
-
-MESSAGES: Final = MappingProxyType(_make())
 
 
 # --- forward and backward passes -----------------------------------------------------------------

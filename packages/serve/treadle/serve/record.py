@@ -1,0 +1,160 @@
+"""The record of each model, kept as that of a run: `treadle view DIR/runs/*` shows it.
+
+Invariant: a step is recorded after it is in the database, so a killed service may lack the line of
+its last one. What cannot be written is logged, and holds up nobody.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Counter as Total
+
+from treadle.agent_loop import AgentTask, Completion, Message, StopReason, Trajectory, Transcript
+from treadle.agent_loop.hf import HfRenderer
+from treadle.trainer.checkpoint.run_directory import RunDirectory, RunDirectoryError
+from treadle.trainer.report import MetricsLog
+from treadle.trainer.report.status import Status, running, write_status
+from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
+
+__all__ = ["Records", "Totals"]
+
+_log = logging.getLogger(__name__)
+
+_KEPT_PER_STEP: Final = 64
+"""Samples of a model that are kept between two steps, the first ones."""
+_MAX_BYTES: Final = 256 << 20
+"""Of the samples of one model."""
+
+
+class Totals:
+    """What Prometheus is told of the service, by `GET /metrics`."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        here: Any = {"registry": self.registry}
+        text = "Requests that were answered, by kind and outcome."
+        self.requests = Total("treadle_serve_requests", text, ("kind", "outcome"), **here)
+        text = "Tokens that were sampled, and that went through a pass."
+        self.tokens = Total("treadle_serve_tokens", text, ("kind",), **here)
+        text = "Requests that were accepted and not answered."
+        self.waiting = Gauge("treadle_serve_requests_in_flight", text, ("kind",), **here)
+        self.models = Gauge("treadle_serve_models", "Models that are alive.", **here)
+
+
+class Records:
+    """The records of the models of a service, each in a directory that is locked as a run's."""
+
+    def __init__(self, directory: Path, renderer: HfRenderer, model_path: Path) -> None:
+        self.totals = Totals()
+        self._directory = directory
+        self._renderer = renderer
+        self._model_path = model_path
+        self._open: dict[str, _Record] = {}
+
+    async def step(self, model: str, values: Mapping[str, float]) -> None:
+        """Takes a step of a model, and what was sampled from it since the one before."""
+        try:
+            await self._of(model).step(values)
+        except (OSError, RunDirectoryError) as error:
+            _log.warning("the record of model %s is not written: %s", model, error)
+
+    def sampled(
+        self, model: str, name: str, prompt: Sequence[int], completions: Sequence[Completion]
+    ) -> None:
+        """Takes the completions of a request to sample from a model."""
+        try:
+            record = self._of(model)
+        except (OSError, RunDirectoryError) as error:
+            _log.warning("samples of model %s are not recorded: %s", model, error)
+            return
+        record.sampled += sum(len(each.token_ids) for each in completions)
+        text = self._renderer.decode(prompt)
+        for number, completion in enumerate(completions):
+            if len(record.kept) >= _KEPT_PER_STEP:
+                break
+            transcript = Transcript(prompt)
+            transcript.sample(completion)
+            asked = Message(role="user", content=text)
+            said = Message(role="assistant", content=self._renderer.decode(completion.token_ids))
+            record.kept.append(
+                Trajectory(
+                    task=AgentTask(
+                        task_id=name,
+                        sample_index=0,
+                        rollout_index=number,
+                        loop="sample",
+                        messages=(asked,),
+                    ),
+                    samples=(transcript.freeze(),),
+                    messages=(asked, said),
+                    stop=StopReason.FINISHED,
+                    assistant_turns=1,
+                )
+            )
+
+    def _of(self, model: str) -> _Record:
+        if (record := self._open.get(model)) is None:
+            directory = self._directory / model.replace(":", "-")
+            about = {
+                "run": {"project": "serve", "name": model},
+                "model": {"path": str(self._model_path)},
+            }
+            record = self._open[model] = _Record(directory, about, self._renderer)
+        return record
+
+    def end(self, model: str) -> None:
+        """Ends the record of a model that is freed."""
+        if (record := self._open.pop(model, None)) is not None:
+            record.close(Status(state="finished"))
+
+    async def close(self) -> None:
+        """Ends all records, as those of runs that go on when the service is started again."""
+        for record in self._open.values():
+            await record.flush()
+            record.close(Status(state="interrupted"))
+
+
+class _Record:
+    def __init__(self, directory: Path, about: Mapping[str, object], renderer: HfRenderer) -> None:
+        self.kept: list[Trajectory] = []
+        self.sampled = 0
+        self._directory = directory
+        self._began = time.monotonic()
+        self._stack = ExitStack()
+        self._stack.enter_context(run := RunDirectory(directory))
+        run.write_config(about)
+        # Nothing is removed: a step that was recorded has been answered.
+        self._metrics = self._stack.enter_context(
+            MetricsLog(directory / "metrics.jsonl", resume_after=sys.maxsize)
+        )
+        self._trajectories = TrajectoryStore(
+            directory, decode=renderer.decode, max_bytes=_MAX_BYTES, resume_after=sys.maxsize
+        )
+        write_status(directory, running(max(0, self._metrics.last_step), None))
+
+    async def step(self, values: Mapping[str, float]) -> None:
+        step = max(0, self._metrics.last_step) + 1
+        now = time.monotonic()
+        kept, self.kept = self.kept, []
+        if kept:
+            self._trajectories.hold(step, kept, phase="train", limit=_KEPT_PER_STEP)
+            await self._trajectories.write()
+        own = {"tokens/sampled": float(self.sampled), "time/step_s": now - self._began}
+        self._metrics.append(step, {**values, **own})
+        self._began, self.sampled = now, 0
+        write_status(self._directory, running(step, None))
+
+    async def flush(self) -> None:
+        await self._trajectories.flush()
+
+    def close(self, status: Status) -> None:
+        with self._stack:
+            write_status(self._directory, status)
