@@ -6,6 +6,7 @@ Invariant: an object that a run could not use, or that the configuration contrad
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from treadle.agent_loop import (
@@ -51,7 +52,7 @@ NOTHING = OwnCode()
 def collect(
     config: Config,
     *,
-    reward: Callable[..., object] | None,
+    reward: Callable[..., object] | Sequence[Callable[..., object]] | None,
     tools: Sequence[Tool | ToolFunction],
     loops: Mapping[str, AgentLoop | type[AgentLoop]],
     on_step: OnStep | None,
@@ -59,7 +60,7 @@ def collect(
     """Returns the objects in the form that a run uses.
 
     Args:
-        reward: A function with one of the two signatures of `reward.name`.
+        reward: A function with one of the signatures of `reward.name`, or several.
         tools: Typed functions with a docstring, or tools.
         loops: Classes to instantiate without arguments, or loops.
 
@@ -75,7 +76,9 @@ def collect(
     )
 
 
-def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
+def _reward(
+    config: Config, reward: Callable[..., object] | Sequence[Callable[..., object]]
+) -> RewardFn:
     settings = config.reward
     if settings.name is not None:
         raise SetupError(
@@ -92,7 +95,11 @@ def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
             f"reward={reward!r} from this one: put the function into a file and name it by "
             "reward.name=path.py:function, or set no limit"
         )
-    return rewards.from_function(reward)
+    several = reward if isinstance(reward, list | tuple) else [reward]
+    return rewards.weighed(
+        [(getattr(f, "__qualname__", repr(f)), partial(rewards.from_function, f)) for f in several],
+        settings.weights,
+    )
 
 
 def _tools(given: Sequence[Tool | ToolFunction]) -> Mapping[str, Tool]:

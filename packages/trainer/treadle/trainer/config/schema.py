@@ -89,10 +89,15 @@ class ModelConfig(Section):
 class RewardConfig(Section):
     """How a finished trajectory is scored."""
 
-    name: str | None = None
+    name: str | tuple[str, ...] | None = None
     """The reward of all rows: a name from treadle.tools.rewards or an installed package, or your
     own function as path.py:function or package.module:function, or a rubric.yaml for a language
-    model that judges. Null: chosen by each row's data_source."""
+    model that judges. Of a list, the results are added by `weights`. Null: chosen by each row's
+    data_source."""
+    weights: Mapping[str, float] = {}
+    """Weights of several rewards by the function's name, as `reward.weights.short=0.2` of
+    game.py:short; 1 for each without. The metric `reward/short` has its results without the
+    weight."""
     mode: str | None = None
     """How a named reward with several modes reads or scores an answer. gsm8k: strict (the number
     after `#### `) and flexible (the last number) with verl's quirks, fixed without them;
@@ -111,6 +116,11 @@ class RewardConfig(Section):
     overlong_buffer: Count | None = None
     """Number of tokens at the end of rollout.response_length over which the penalty grows from 0.
     Null: a fifth of rollout.response_length, as in DAPO's run."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that `name` has; empty where it is null."""
+        return (self.name,) if isinstance(self.name, str) else self.name or ()
 
 
 class AgentConfig(Section):

@@ -190,13 +190,6 @@ def _loss(config: Config) -> None:
         check_loss(config.algorithm)
 
 
-def _truth(
-    split: str, config: Config, own: OwnCode, rows: Sequence[Row], reward: Any, rules: Any
-) -> None:
-    if own.reward is None:
-        check_ground_truth(config, rows, split=split, reward=reward, rules=rules)
-
-
 def _folder(config: AnyConfig, missing: Collection[str], fetch: bool) -> Path | None:
     return None if "model.path" in missing else resolve_model(config.model.path, weights=fetch)
 
@@ -271,7 +264,7 @@ REWARD: Final = Check(
     ),
 )
 TRUTH: Final = tuple(
-    Check("", f"config own {split}_rows reward? rules?", partial(_truth, split))
+    Check("", f"config {split}_rows reward? rules?", partial(check_ground_truth, split=split))
     for split in ("train", "val")
 )
 OWN_CODE: Final = (
