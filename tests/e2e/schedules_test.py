@@ -77,7 +77,11 @@ def test_a_reward_that_always_raises_ends_the_run_in_its_first_step(
 ) -> None:
     reward = tmp_path / "wrong.py"
     reward.write_text("def score(data_source, solution_str, ground_truth):\n    return {}['a']\n")
-    own = (f"reward.name={reward}:score", "agent.max_consecutive_failures=3")
+    own = (
+        f"reward.name={reward}:score",
+        "agent.max_consecutive_failures=3",
+        "agent.try_once=false",
+    )
     in_turn = ("rollout.max_in_flight=1", "data.prompts_per_step=8")
     run = start_trainer(*(_ASYNC if kind == "async" else _FAKE), *own, *in_turn)
     assert run.wait() == 1, run.output

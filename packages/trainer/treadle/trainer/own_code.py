@@ -11,6 +11,7 @@ from typing import cast
 
 from treadle.agent_loop import (
     AgentLoop,
+    FunctionTool,
     RewardFn,
     SetupError,
     Tool,
@@ -20,6 +21,7 @@ from treadle.agent_loop import (
     function_tool,
 )
 from treadle.tools import rewards
+from treadle.tools.schema_check import check_schema
 from treadle.trainer.config.schema import Config
 
 __all__ = ["NOTHING", "OnStep", "OwnCode", "collect"]
@@ -95,7 +97,8 @@ def _reward(
             f"reward={reward!r} from this one: put the function into a file and name it by "
             "reward.name=path.py:function, or set no limit"
         )
-    several = reward if isinstance(reward, list | tuple) else [reward]
+    one = cast(Callable[..., object], reward)
+    several = list(reward) if isinstance(reward, list | tuple) else [one]
     return rewards.weighed(
         [(getattr(f, "__qualname__", repr(f)), partial(rewards.from_function, f)) for f in several],
         settings.weights,
@@ -106,6 +109,8 @@ def _tools(given: Sequence[Tool | ToolFunction]) -> Mapping[str, Tool]:
     tools: dict[str, Tool] = {}
     for each in given:
         described = isinstance(getattr(each, "spec", None), ToolSpec) and not isinstance(each, type)
+        if described and not isinstance(each, FunctionTool):
+            check_schema(cast(Tool, each).spec, "train")
         for tool in [cast(Tool, each)] if described else _described(each):
             if tool.spec.name in tools:
                 name = tool.spec.name

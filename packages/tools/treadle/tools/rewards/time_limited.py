@@ -56,6 +56,21 @@ class TimeLimitedReward:
             most=_MOST_PROCESSES,
         )
 
+    def try_now(self, given: Trajectory | Sequence[Trajectory], *, limit_s: float) -> None:
+        """Calls the reward once, and ends its process; what takes longer than the limit is left.
+
+        Raises:
+            RewardError: The reward raised, or its process died.
+        """
+        try:
+            self._reward.call_now(given, limit_s)
+        except TimeLimitedError as error:
+            raise RewardError(f"the reward {self._name}: {error}") from error
+        except TimeoutError:
+            return
+        finally:
+            self._reward.end_idle()
+
     async def __call__(self, given: Trajectory | Sequence[Trajectory]) -> Any:
         """Returns the result for a trajectory, or a list of those of a group.
 

@@ -179,6 +179,9 @@ class AgentConfig(Section):
     """A tool, a reward or a simulated user that failed this many trajectories one after another, or
     as many as a step has, is down. If it had served one in this run, the run waits for it; else the
     run ends. Null: the run continues with the trajectories that did without it."""
+    try_once: bool = True
+    """Before the start, call your own plain rewards with a made-up answer to the first row, and
+    open and close your own tools for it, so that a mistake in them is found there."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] | None = 0.25
     """Share of a step's trajectories that may fail because the reward or the agent loop raises or
     returns what is no reward. Above it the run ends with status 1 and names each cause: what is

@@ -65,6 +65,7 @@ from treadle.trainer.preflight.process_checks import (
     check_rows_left,
     check_workers,
 )
+from treadle.trainer.preflight.trial import try_own_code
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
 from treadle.trainer.rollout.server_process import (
@@ -325,6 +326,7 @@ PROMPTS: Final = tuple(
     )
     for split in ("train", "val")
 )
+TRIAL: Final = Check("", "config rules reward train_prompts? val_prompts?", try_own_code)
 PLAN: Final = (
     Check("plan", "config train_rows val_rows?", _plan),
     Check("", "resume plan", lambda resume, plan: check_steps_left(resume, plan.total_steps)),
