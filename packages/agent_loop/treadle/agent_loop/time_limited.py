@@ -242,7 +242,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._dump, dump = os.pipe()
         self._left, self._leave = os.pipe()
-        program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(dump)]
+        flags = ["-P", *["-B"] * sys.dont_write_bytecode]
+        program = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno()), str(dump)]
         self._exit_code: int | None = None
         self._connection = Connection(ours.detach())
         try:

@@ -64,11 +64,12 @@ def try_own_code(
         return
     prompt, problems = found.prompts[0], Problems(SetupError)
     (task,) = prompt.tasks(samples=1, seed=config.run.seed, step=0)
-    tried: set[object] = set()
+    opened: set[int] = set()
     for name, tool in rules.tools_of(prompt.row).items():
-        known = tool.owner if isinstance(tool, MethodTool) else tool
-        if known not in tried and not type(tool).__module__.startswith("treadle.tools"):
-            tried.add(known)
+        of_class = isinstance(tool, MethodTool)
+        known = id(tool.owner if isinstance(tool, MethodTool) else tool)
+        if known not in opened and (of_class or not type(tool).__module__.startswith("treadle.")):
+            opened.add(known)
             with problems.collected(), _tried(f"the tool {name!r}, opened", prompt):
                 _open(tool, task)
     answered = _answered(task, prompt.num_tokens)
