@@ -267,7 +267,7 @@ class StepsConfig(Section):
         due = self.save_every is not None and step % self.save_every == 0
         return due or (last and self.save_last)
 
-    def saves_hf(self, *, last: bool) -> bool:
+    def saves_hf(self, step: int, *, last: bool) -> bool:
         """Returns whether the checkpoint of a step also holds a Hugging Face directory."""
         return self.save_hf == "every" or (last and self.save_hf == "last")
 
@@ -288,9 +288,52 @@ class ScheduleConfig(StepsConfig):
     surplus: Annotated[float, Field(ge=0)] = 0.5
     """stream: how many more groups are in progress than a step trains on, as a share of
     data.prompts_per_step."""
+    best: Literal["val/reward", "val/accuracy"] | None = None
+    """Metric whose greatest value makes a validation's step the best of the run: each validation
+    then ends with a checkpoint, that of the best is kept beside keep_checkpoints, and stands for
+    the run in model.path, `treadle eval` and `treadle export`. Null: the latest does."""
+    patience: Count | None = None
+    """The run ends early after this many validations in a row that are not better than `best`.
+    Null: it does not."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """async: how many versions behind the weights may be that a group began with, when a step
     trains on it."""
+
+    def saves(self, step: int, *, last: bool) -> bool:
+        """Returns whether a step ends with a checkpoint: those that validate do with `best`."""
+        return super().saves(step, last=last) or self._may_be_best(step, last=last)
+
+    def saves_hf(self, step: int, *, last: bool) -> bool:
+        """Returns whether the checkpoint of a step also holds a Hugging Face directory."""
+        may_be_best = self.save_hf != "never" and self._may_be_best(step, last=last)
+        return super().saves_hf(step, last=last) or may_be_best
+
+    def when_saved(self) -> str:
+        """Returns when there is a checkpoint, for the plan."""
+        best = f" and with each validation; the greatest {self.best} is kept" if self.best else ""
+        return super().when_saved() + best
+
+    def is_stuck(self, step: int, best: int) -> bool:
+        """Returns whether a run ends early after a step, with its best validation at `best`."""
+        if self.patience is None or self.val_every is None:
+            return False
+        return step // self.val_every - best // self.val_every >= self.patience
+
+    def _may_be_best(self, step: int, *, last: bool) -> bool:
+        return self.best is not None and self.validates(step, last=last)
+
+    @model_validator(mode="after")
+    def _patience_has_validations(self) -> Self:
+        if self.best is not None and self.val_every is None:
+            raise ValueError(
+                f"best={self.best} compares validations, and val_every=null has none: set val_every"
+            )
+        if self.patience is not None and self.best is None:
+            raise ValueError(
+                f"patience={self.patience} waits for a better validation, and best=null has none: "
+                "set best=val/reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _numbers_have_their_kind(self) -> Self:

@@ -40,6 +40,7 @@ from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule
 from treadle.trainer.training_loop.schedules.group_store import GroupStore, versions
 from treadle.trainer.training_loop.schedules.step import (
     save_interrupted,
+    steps_of,
     train_step,
     validate_before_training,
 )
@@ -58,7 +59,7 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
     """
     await validate_before_training(context, first_step=first_step)
     async with _begin(context, rule) as groups:
-        for step in range(first_step, context.total_steps + 1):
+        for step in steps_of(context, first_step):
             timer = Timer()
             try:
                 with timer.phase("rollout"):
