@@ -10,7 +10,7 @@ import pytest
 
 from treadle.trainer import train
 
-GUIDES = ("tracing_spans.md", "write_a_tool.md", "write_your_own_loop.md")
+GUIDES = ("rewards.md", "tracing_spans.md", "write_a_tool.md", "write_your_own_loop.md")
 DOCS = Path(__file__).parents[2] / "docs"
 SOURCES = ("packages", "proto")
 NAMES_PATHS = ("docs/architecture.md", "CONTRIBUTING.md", "AGENTS.md")

@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from treadle.policy.backends.fsdp.model_types import IN_ROWS, PACKED
 from treadle.policy.backends.fsdp.model_types import REFUSED as REFUSED_BY_FSDP
 from treadle.policy.backends.megatron.architecture import ACCEPTED, MODEL_TYPES, REFUSED
@@ -81,19 +83,31 @@ def test_a_metric_of_some_runs_is_in_the_sources() -> None:
     assert stems - words == set()
 
 
-def test_the_troubleshooting_page_names_keys_and_metrics_that_exist() -> None:
-    text = (ROOT / "docs" / "troubleshooting.md").read_text()
-    code = [name.partition("=")[0] for name in re.findall(r"`([^`]+)`", text)]
+@pytest.mark.parametrize(
+    ("page", "least"), [("troubleshooting.md", 40), ("coming_from_trl.md", 25)]
+)
+def test_a_page_names_keys_that_exist(page: str, least: int) -> None:
+    code = _code_of(page)
     roots = {key.partition(".")[0] for key in all_leaves()}
     keys = {name for name in code if re.fullmatch(r"[a-z_]+(\.\w+)+", name)}
+    keys = {re.sub(r"^(reward\.weights)\.\w+", r"\1", name) for name in keys}
     keys = {name for name in keys if name.partition(".")[0] in roots}
-    assert len(keys) > 40
+    assert len(keys) > least
     assert {key for key in keys if key not in all_leaves() and key not in all_sections()} == set()
+
+
+def test_the_troubleshooting_page_names_metrics_that_exist() -> None:
+    code = _code_of("troubleshooting.md")
     page = (ROOT / "docs" / "metrics.md").read_text()
     known = set(re.findall(r"`([a-z_]+/\w+)`", page))
     metrics = {name for name in code if re.fullmatch(r"[a-z_]+/\w+", name)}
     assert len(metrics) > 20
     assert {n for n in metrics - known if not n.startswith(("stop/", "findings/"))} == set()
+
+
+def _code_of(page: str) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", (ROOT / "docs" / page).read_text(), flags=re.M | re.S)
+    return [name.partition("=")[0] for name in re.findall(r"`([^`]+)`", text)]
 
 
 def test_the_links_within_the_troubleshooting_page_lead_to_headings() -> None:

@@ -68,7 +68,8 @@ def test_an_error_in_the_users_reward_is_told_with_file_and_line(
 ) -> None:
     reward = tmp_path / "my_reward.py"
     reward.write_text("def score(trajectory):\n    return undefined_name\n")
-    trainer = start_trainer(*_ONE_STEP, f"reward.name={reward}:score", "policy.backend=fake")
+    own = (*_ONE_STEP, f"reward.name={reward}:score", "policy.backend=fake")
+    trainer = start_trainer(*own, "agent.try_once=false")
     said = _end(trainer, 1)
     assert f'File "{reward}", line 2, in score\n    return undefined_name' in said
     last = said[said.rindex("error: step 1: ") :]

@@ -85,7 +85,7 @@ def test_a_model_is_evaluated_by_a_process_without_torch(tmp_path: Path, code: P
     arguments = [
         *("eval", "demo:calculator", "--limit=4", "--samples=4", "--out", str(out)),
         *("rollout.val.temperature=1", "rollout.threads=1"),
-        f"reward.name={code}:first_row_fails",
+        *(f"reward.name={code}:first_row_fails", "agent.try_once=false"),
     ]
     ended = subprocess.run(
         [sys.executable, "-c", _WITHOUT_TORCH, *arguments],
@@ -190,6 +190,7 @@ def test_nothing_that_ends_well_is_status_1(
 ) -> None:
     out = tmp_path / "out"
     arguments = ["model.path=demo:calculator", f"reward.name={code}:all_fail", "--limit=2"]
+    arguments.append("agent.try_once=false")
     assert main(["eval", address, *arguments, "--out", str(out)]) == 1
     err = capsys.readouterr().err
     assert "2 of 2 trajectories failed" in err

@@ -1,7 +1,8 @@
-"""docs/your_own_task.md, followed from an empty directory to the exported model."""
+"""Pages that are followed from an empty directory: your own task to the exported model, TRL's."""
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +11,19 @@ import pytest
 
 from treadle.trainer.cli.new import TEMPLATE
 from treadle.trainer.launch.process import child_python_path
+from treadle.trainer.main import main
+from treadle.trainer.report.metrics import read_metrics
 
 from .testing import SMALL
 
 pytestmark = pytest.mark.timeout(300)
 
-_PAGE = Path(__file__).parents[2] / "docs" / "your_own_task.md"
+_DOCS = Path(__file__).parents[2] / "docs"
+_PAGE = _DOCS / "your_own_task.md"
 _TRAIN = "treadle --config config.yaml run.dir=runs/first"
+
+
+_BLOCKS = r"^(?:`([\w.]+)`[^\n]*:\n\n)?```(\w+)\n(.*?)^```$"
 
 
 def _commands(folder: Path) -> Path:
@@ -34,8 +41,7 @@ def test_the_page_leads_from_an_empty_directory_to_a_model(tmp_path: Path) -> No
     path = f"{_commands(tmp_path / 'bin')}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": child_python_path()}
     files, ran = set(), []
-    blocks = r"^(?:`([\w.]+)`[^\n]*:\n\n)?```(\w+)\n(.*?)^```$"
-    for name, language, text in re.findall(blocks, page, re.MULTILINE | re.DOTALL):
+    for name, language, text in re.findall(_BLOCKS, page, re.MULTILINE | re.DOTALL):
         if name:
             (task / name).write_text(text, encoding="utf-8")
             files.add(name)
@@ -60,3 +66,26 @@ def test_the_page_leads_from_an_empty_directory_to_a_model(tmp_path: Path) -> No
     assert {*files, "README.md", "train.jsonl", "val.jsonl"} == set(template)
     for name in template.keys() - {"README.md"}:
         assert (task / name).read_bytes() == template[name], name
+
+
+def test_the_task_of_the_page_for_users_of_trl_trains(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (_DOCS / "coming_from_trl.md").read_text(encoding="utf-8")
+    (command,) = [
+        shlex.split(text)
+        for name, language, text in re.findall(_BLOCKS, page, re.MULTILINE | re.DOTALL)
+        if language == "bash" or (name and not Path(name).write_text(text, encoding="utf-8"))
+    ]
+    assert command.pop(0) == "treadle"
+    small = [*SMALL, "schedule.total_steps=1", "schedule.val_every=null", "data.max_val_rows=null"]
+    fake = ["rollout.name=fake", "policy.backend=fake", "run.dir=run"]
+    assert main([*command, *small, *fake, "model.path=demo:calculator"]) == 0
+    (line,) = read_metrics(Path("run/metrics.jsonl"))
+    assert (line["rollout/num_failed"], line["reward/mean"]) == (0, 0), "it makes no call"
+    Path("rows.jsonl").write_text('{"prompt": "What is 6 * 7?", "answer": 42}\n')
+    several = re.search(r"`(reward\.name=\[.*?\])`, `(reward\.weights\..*?)`", page)
+    assert several is not None
+    rows = ["data.train_files=rows.jsonl", "data.prompts_per_step=1", "model.path=demo:calculator"]
+    assert main(["--dry-run", *rows, *several.groups()]) == 0

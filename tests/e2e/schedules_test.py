@@ -28,14 +28,20 @@ _ASYNC = (
 )
 
 
-def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> None:
-    killed = start_trainer(*_ASYNC)
+def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def alone(trajectory, data_source): return trajectory.task.rollout_index\n"
+        "def together(trajectories): return [len(trajectories) for _ in trajectories]\n"
+    )
+    names = ", ".join(f"{tmp_path}/own.py:{name}" for name in ("alone", "together"))
+    own = (*_ASYNC, f"reward.name=[{names}]", "reward.weights.together=0.5")
+    killed = start_trainer(*own)
     killed.read_until(" 3/6")
     os.kill(killed.pid_of("rollout-0"), signal.SIGKILL)  # it is replaced while groups are sampled
     killed.read_until(" 4/6")
     killed.process.kill()
     killed.process.wait()
-    resumed = start_trainer(*_ASYNC)
+    resumed = start_trainer(*own)
     resumed.read_until("of the groups that were begun")
     assert resumed.wait() == 0, resumed.output
     rows = range(_STEPS * _PROMPTS)
@@ -45,6 +51,8 @@ def test_a_killed_run_trains_on_every_row_once(start_trainer: StartTrainer) -> N
     assert sum(line["servers/restarted"] for line in lines) == 1
     assert max(line["staleness/max"] for line in lines) == 1
     assert all(line["rollout/num_failed"] == 0 for line in lines)
+    for name, value in (("mean", 1.5 + 0.5 * 4), ("alone", 1.5), ("together", 4)):
+        assert {line[f"reward/{name}"] for line in lines} == {value}
     for process in ("servers", "policy"):
         shares = [
             [line[name] for name in line if name.startswith(f"{process}/time_share/")]
@@ -69,7 +77,11 @@ def test_a_reward_that_always_raises_ends_the_run_in_its_first_step(
 ) -> None:
     reward = tmp_path / "wrong.py"
     reward.write_text("def score(data_source, solution_str, ground_truth):\n    return {}['a']\n")
-    own = (f"reward.name={reward}:score", "agent.max_consecutive_failures=3")
+    own = (
+        f"reward.name={reward}:score",
+        "agent.max_consecutive_failures=3",
+        "agent.try_once=false",
+    )
     in_turn = ("rollout.max_in_flight=1", "data.prompts_per_step=8")
     run = start_trainer(*(_ASYNC if kind == "async" else _FAKE), *own, *in_turn)
     assert run.wait() == 1, run.output

@@ -119,14 +119,18 @@ class TimeLimited(Generic[A, R]):
                 cancelled.add_note(f"{self._name}: {late}")
             raise
 
-    def _call(self, argument: A, caller: _Caller) -> R:
+    def call_now(self, argument: A, timeout_s: float) -> R:
+        """Calls the function from a thread that waits, with its own limit; see `__call__`."""
+        return self._call(argument, _Caller(), timeout_s)
+
+    def _call(self, argument: A, caller: _Caller, timeout_s: float | None = None) -> R:
         """In a thread of the pool."""
         process = self._take()
         whole = False
         began = time.monotonic()
         try:
             with caller.waits_for(process):
-                done, answer = process.ask(argument, self._timeout_s)
+                done, answer = process.ask(argument, timeout_s or self._timeout_s)
             whole = True
         except TimeoutError:
             took_s = time.monotonic() - began
@@ -238,7 +242,8 @@ class _Process:
         ours, theirs = socket.socketpair()
         self._dump, dump = os.pipe()
         self._left, self._leave = os.pipe()
-        program = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(dump)]
+        flags = ["-P", *["-B"] * sys.dont_write_bytecode]
+        program = [sys.executable, *flags, "-c", _PROGRAM, str(theirs.fileno()), str(dump)]
         self._exit_code: int | None = None
         self._connection = Connection(ours.detach())
         try:

@@ -44,6 +44,7 @@ from treadle.agent_loop import (
 )
 from treadle.tools.arguments import require_extra
 from treadle.tools.isolated import isolated
+from treadle.tools.schema_check import check_schema
 from treadle.tools.yaml_config import load_class, mapping, read_yaml, section, string
 
 MCP_CLASS: Final = "treadle.tools.mcp.McpTool"
@@ -196,6 +197,8 @@ def _of_class(factory: type, arguments: Mapping[str, object], where: str) -> Seq
         raise SetupError(
             f"{where}: {factory.__qualname__} is not a tool: it needs a ToolSpec `spec` and `open`"
         )
+    if "spec" in arguments or not factory.__module__.startswith("treadle."):
+        check_schema(tool.spec, where)
     return [cast(Tool, tool)]
 
 
@@ -217,6 +220,7 @@ def _own(reference: str, where: str, base: Path | None) -> Sequence[Tool]:
         if isinstance(found, type):
             return _of_class(found, {"config": {}}, where)
         if _is_tool(found) and not isinstance(found, FunctionTool):
+            check_schema(cast(Tool, found).spec, where)
             return [cast(Tool, found)]
         return [isolated(load(), load)]
     except (SetupError, TypeError, ValueError) as error:

@@ -52,7 +52,7 @@ class TrainingResult:
 def train(
     config: Config,
     *,
-    reward: Callable[..., object] | None = None,
+    reward: Callable[..., object] | Sequence[Callable[..., object]] | None = None,
     tools: Sequence[Tool | ToolFunction] = (),
     loops: Mapping[str, AgentLoop | type[AgentLoop]] = MappingProxyType({}),
     on_step: OnStep | None = None,
@@ -63,8 +63,9 @@ def train(
     that holds a run is resumed, as on the command line; give the same objects again.
 
     Args:
-        reward: Scores a trajectory: `reward(trajectory)`, or with the parameters of verl's
-            `compute_score`. None: as `reward.name` says.
+        reward: Scores a trajectory: `reward(trajectory)`, with columns of the row as further
+            parameters, or with those of verl's `compute_score`; `reward(trajectories)` scores those
+            of a row at once. Several are added by `reward.weights`. None: as `reward.name` says.
         tools: Typed functions with a docstring, or tools, beside those of `agent.tool_catalogue`.
             Rows reach them through their loop, as with `agent.default_loop="tool_agent"`.
         loops: By the name that rows give in `agent_name`, or that `agent.default_loop` names.

@@ -6,7 +6,7 @@ does not lead to one is a `SetupError` that names the cause, the value and the f
 | `model.path` | model |
 |---|---|
 | a directory with config.json and tokenizer | itself |
-| a run directory | the `hf` folder of its latest checkpoint, which is made if it is missing |
+| a run directory | the `hf` folder of its best or latest checkpoint, made if it is missing |
 | RUN/checkpoints/step-00000040 | its `hf` folder, likewise |
 | demo:calculator, demo:math_expression | those that ship with this package |
 | ORG/NAME or ORG/NAME@REVISION | in the Hub's cache, downloaded if it is missing |
@@ -97,15 +97,15 @@ def resolve_model(source: Path | str, *, weights: bool = True, setting: str = "m
 
 
 def exported_model(run_dir: Path) -> Path | None:
-    """Returns the Hugging Face directory of a run's latest checkpoint, or None."""
-    checkpoint = Checkpoints(run_dir / CHECKPOINTS, keep=1).latest()
+    """Returns the Hugging Face directory of a run's best or latest checkpoint, or None."""
+    checkpoint = Checkpoints(run_dir / CHECKPOINTS, keep=1).chosen()
     return None if checkpoint is None else checkpoint.hf_directory
 
 
 def _in_directory(path: Path, setting: str, *, weights: bool) -> Path:
     try:
         if (path / CHECKPOINTS).is_dir():
-            checkpoint = Checkpoints(path / CHECKPOINTS, keep=1).latest()
+            checkpoint = Checkpoints(path / CHECKPOINTS, keep=1).chosen()
             if checkpoint is None:
                 raise SetupError(f"{setting}={path} is a run directory without a checkpoint")
             return _model_of(checkpoint, path, setting, weights=weights)

@@ -6,10 +6,12 @@ Invariant: an object that a run could not use, or that the configuration contrad
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import cast
 
 from treadle.agent_loop import (
     AgentLoop,
+    FunctionTool,
     RewardFn,
     SetupError,
     Tool,
@@ -19,6 +21,7 @@ from treadle.agent_loop import (
     function_tool,
 )
 from treadle.tools import rewards
+from treadle.tools.schema_check import check_schema
 from treadle.trainer.config.schema import Config
 
 __all__ = ["NOTHING", "OnStep", "OwnCode", "collect"]
@@ -51,7 +54,7 @@ NOTHING = OwnCode()
 def collect(
     config: Config,
     *,
-    reward: Callable[..., object] | None,
+    reward: Callable[..., object] | Sequence[Callable[..., object]] | None,
     tools: Sequence[Tool | ToolFunction],
     loops: Mapping[str, AgentLoop | type[AgentLoop]],
     on_step: OnStep | None,
@@ -59,7 +62,7 @@ def collect(
     """Returns the objects in the form that a run uses.
 
     Args:
-        reward: A function with one of the two signatures of `reward.name`.
+        reward: A function with one of the signatures of `reward.name`, or several.
         tools: Typed functions with a docstring, or tools.
         loops: Classes to instantiate without arguments, or loops.
 
@@ -75,7 +78,9 @@ def collect(
     )
 
 
-def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
+def _reward(
+    config: Config, reward: Callable[..., object] | Sequence[Callable[..., object]]
+) -> RewardFn:
     settings = config.reward
     if settings.name is not None:
         raise SetupError(
@@ -92,13 +97,20 @@ def _reward(config: Config, reward: Callable[..., object]) -> RewardFn:
             f"reward={reward!r} from this one: put the function into a file and name it by "
             "reward.name=path.py:function, or set no limit"
         )
-    return rewards.from_function(reward)
+    one = cast(Callable[..., object], reward)
+    several = list(reward) if isinstance(reward, list | tuple) else [one]
+    return rewards.weighed(
+        [(getattr(f, "__qualname__", repr(f)), partial(rewards.from_function, f)) for f in several],
+        settings.weights,
+    )
 
 
 def _tools(given: Sequence[Tool | ToolFunction]) -> Mapping[str, Tool]:
     tools: dict[str, Tool] = {}
     for each in given:
         described = isinstance(getattr(each, "spec", None), ToolSpec) and not isinstance(each, type)
+        if described and not isinstance(each, FunctionTool):
+            check_schema(cast(Tool, each).spec, "train")
         for tool in [cast(Tool, each)] if described else _described(each):
             if tool.spec.name in tools:
                 name = tool.spec.name

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from treadle.agent_loop.errors import SetupError
+from treadle.agent_loop.row_arguments import row_arguments
 from treadle.agent_loop.tools.function_tool import FunctionTool, described
 from treadle.agent_loop.tools.tool import ToolSession
 from treadle.agent_loop.trajectory import Score
@@ -84,20 +84,7 @@ class ToolClass:
     def _arguments(self, call: Callable[..., object], task: AgentTask) -> dict[str, object]:
         """Returns the arguments of the constructor or `reset`; only the former takes settings."""
         settings = self.settings if call is self.made else {}
-        extra = task.fields.get("extra_info")
-        row = {**task.fields, **(extra if isinstance(extra, Mapping) else {})}
-        row = {name: value for name, value in row.items() if value is not None}
-        parameters = inspect.signature(call).parameters.values()
-        if any(each.kind is _EVERY for each in parameters):
-            return {**row, **settings}
-        known = {each.name: each.default for each in parameters if each.name != "self"}
-        lacking = [n for n, d in known.items() if d is inspect.Parameter.empty and n not in row]
-        if missing := [name for name in lacking if name not in settings]:
-            raise SetupError(
-                f"{self} takes {', '.join(missing)}, and the row has none: write it into the row "
-                f"or its extra_info, or give it a default; the row has: {', '.join(row)}"
-            )
-        return {**{name: row[name] for name in known if name in row}, **settings}
+        return row_arguments(str(self), call, task.fields, settings)
 
     def __str__(self) -> str:
         return f"the class {self.made.__qualname__}"

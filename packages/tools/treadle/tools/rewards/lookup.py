@@ -14,8 +14,7 @@ separate process (`time_limited`): it may hold the interpreter's lock, and only 
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +24,8 @@ from treadle.tools.arguments import require_extra
 from treadle.tools.rewards.judge import Judge
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
 from treadle.tools.rewards.time_limited import TimeLimitedReward
-from treadle.tools.rewards.user import installed, load, load_installed
+from treadle.tools.rewards.user import UserReward, installed, load, load_installed
+from treadle.tools.rewards.weighted import weighed
 
 
 def resolve(
@@ -34,6 +34,7 @@ def resolve(
     mode: str | None = None,
     timeout_s: float | None = None,
     timeout_score: float = 0.0,
+    optional: bool = False,
 ) -> RewardFn:
     """Returns the reward that a configuration names.
 
@@ -47,6 +48,7 @@ def resolve(
             the user's plain functions run in a separate process, until their caller is cancelled;
             others in this one, except for rewards that need a limit.
         timeout_score: Reward of a trajectory that could not be scored within `timeout_s`.
+        optional: Whether your own function may return None.
 
     Raises:
         SetupError: There is no such reward, mode or function, or its library is not installed.
@@ -57,16 +59,44 @@ def resolve(
         )
     if name.endswith((".yaml", ".yml")):
         return _judge(Path(name), mode=mode, timeout_s=timeout_s)
-    make = _maker(name, mode)
+    make = _maker(name, mode, optional)
     reward = make()
     limit = timeout_s
     if limit is None and name in NAMED:
         limit = NAMED[name].timeout_s
-    if limit is None and (name in NAMED or inspect.iscoroutinefunction(reward)):
+    if limit is None and (name in NAMED or (isinstance(reward, UserReward) and reward.is_async)):
         return reward
     if name in NAMED:
         make = partial(_prepared, name, mode)
-    return TimeLimitedReward(make, name=name, timeout_s=limit, timeout_score=timeout_score)
+    return TimeLimitedReward(
+        make, name=name, timeout_s=limit, timeout_score=timeout_score, function=reward
+    )
+
+
+def resolve_all(
+    names: Sequence[str],
+    *,
+    weights: Mapping[str, float],
+    mode: str | None,
+    timeout_s: float | None,
+    timeout_score: float,
+) -> RewardFn:
+    """Returns the rewards that a configuration names, as one; see `resolve`.
+
+    Args:
+        names: None of them is None; empty for each row by its data source.
+        weights: By the short names of the rewards (`weighted.short_name`).
+        mode: For those of several that have modes.
+
+    Raises:
+        SetupError: As `resolve`, two have one name, or a weight is of none of them.
+    """
+    resolved = partial(resolve, timeout_s=timeout_s, timeout_score=timeout_score)
+    if not (names or weights):
+        return resolved(None, mode=mode)
+    modes = {name: mode if len(names) == 1 or name in NAMED else None for name in names}
+    makers = [(name, partial(resolved, name, mode=modes[name])) for name in names]
+    return weighed(makers, weights)
 
 
 def _judge(path: Path, *, mode: str | None, timeout_s: float | None) -> RewardFn:
@@ -101,7 +131,7 @@ def check_data_sources(found: Iterable[object], *, mode: str | None = None) -> N
         _checked(NAMED[name], name, mode)
 
 
-def _maker(name: str, mode: str | None) -> Callable[[], RewardFn]:
+def _maker(name: str, mode: str | None, optional: bool) -> Callable[[], RewardFn]:
     """Returns a function that makes the reward, here or in another process."""
     if name in NAMED:
         return partial(_named, name, mode)
@@ -110,9 +140,9 @@ def _maker(name: str, mode: str | None) -> Callable[[], RewardFn]:
             f"the reward {name!r} has no modes, so it cannot be scored in mode {mode!r}"
         )
     if ":" in name:
-        return partial(load, name)
+        return partial(load, name, optional=optional)
     if name in installed():
-        return partial(load_installed, name)
+        return partial(load_installed, name, optional=optional)
     known = sorted({*NAMED, *installed()})
     raise SetupError(
         f"there is no reward {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}. "

@@ -3,15 +3,20 @@
 Invariant: a path that cannot be resolved is an error at start that says why; a function that does
 not return a finite number fails its trajectory with an error that names the function.
 
-The parameters of the function decide between two signatures:
+The parameters of the function decide between three signatures:
 
 - `reward(trajectory)`: ours, plain or async.
+- `reward(trajectories)`: of a whole group. It gets a tuple of the row's trajectories that ended
+  well, in the order of their numbers, and returns one result for each (`weighted`).
 - `compute_score(data_source, solution_str, ground_truth, extra_info)`: verl's
   `custom_reward_function`. `solution_str` is the last assistant message; `extra_info` gets
   `num_turns` as in verl.
 
-Either returns a number, a `Score`, or as in verl a mapping with "score": its other numbers become
-metrics `reward/<key>`, and the text under "pred" is the answer that validation votes on.
+Further parameters are columns of the row or values of its `extra_info`, by their names.
+
+Each returns a number, a `Score`, or as in verl a mapping with "score": its other numbers become
+metrics `reward/<key>`, and the text under "pred" is the answer that validation votes on. None is
+for a trajectory that one of several rewards does not judge.
 
 A package offers rewards by name with an entry point of the group `treadle.rewards`:
 
@@ -22,47 +27,167 @@ A package offers rewards by name with an entry point of the group `treadle.rewar
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
 from treadle.agent_loop import (
     RewardError,
-    RewardFn,
     Score,
     SetupError,
     Trajectory,
     cannot_load,
     load_import_path,
 )
+from treadle.agent_loop.row_arguments import row_arguments
 
 ENTRY_POINTS = "treadle.rewards"
+GROUP = "trajectories"
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
+_OF_TRL = ("completions", "prompts")
 
 
-def load(reference: str) -> RewardFn:
+@dataclass(frozen=True, slots=True)
+class UserReward:
+    """A function of the user as a reward.
+
+    Attributes:
+        name: Names it in messages, as the configuration does.
+        optional: Whether it may return None.
+        takes: The name of its first parameter if that is the trajectory, or those of a group; None:
+            it has verl's parameters.
+
+    Raises:
+        SetupError: It cannot be called, or not with a trajectory.
+    """
+
+    name: str
+    function: Callable[..., object]
+    optional: bool = False
+    takes: str | None = None
+
+    @classmethod
+    def of(cls, name: str, function: object, *, optional: bool = False) -> UserReward:
+        """Makes it, with `takes` from the function's signature."""
+        if not callable(function) or isinstance(function, type):
+            raise SetupError(f"the reward {name!r} is {function!r}, which is not a function")
+        parameters = inspect.signature(function).parameters
+        if all(each in parameters for each in _VERL_PARAMETERS):
+            return cls(name, function, optional)
+        first = next((p for p in parameters.values() if p.kind < p.KEYWORD_ONLY), None)
+        if first is None or first.name in _OF_TRL:
+            raise SetupError(
+                f"the reward {name} takes ({', '.join(parameters)}); it must take (trajectory), "
+                f"({GROUP}) for those of a whole group, or verl's ({', '.join(_VERL_PARAMETERS)}, "
+                "extra_info); columns of the row may follow by their names"
+            )
+        return cls(name, function, optional, first.name)
+
+    @property
+    def of_group(self) -> bool:
+        """Whether it is called with the trajectories of a whole group."""
+        return self.takes == GROUP
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is `async`."""
+        return inspect.iscoroutinefunction(self.function)
+
+    def check_row(self, fields: Mapping[str, object]) -> None:
+        """Raises `SetupError` if a row with these columns lacks a parameter's value."""
+        self._arguments(fields)
+
+    def __call__(self, given: Trajectory | Sequence[Trajectory]) -> Any:
+        """Returns the score of a trajectory, or a list of those of a group; later, if `is_async`.
+
+        Raises:
+            RewardError: The function returned no score.
+        """
+        one = given if isinstance(given, Trajectory) else given[0]
+        first = () if self.takes is None else (given,)
+        result = self.function(*first, **self._arguments(one.task.fields, one))
+        if isinstance(result, Awaitable):
+            return self._later(result, given)
+        return self._read(result, given)
+
+    async def _later(
+        self, result: Awaitable[object], given: Trajectory | Sequence[Trajectory]
+    ) -> Score | list[Score | None] | None:
+        return self._read(await result, given)
+
+    def _arguments(
+        self, fields: Mapping[str, object], trajectory: Trajectory | None = None
+    ) -> dict[str, object]:
+        """Returns the arguments beside the trajectory; without one, for the check of the row."""
+        what = f"the reward {self.name}"
+        if self.takes is not None:
+            return row_arguments(what, partial(self.function, None), fields)
+        reward_model, extra = fields.get("reward_model"), fields.get("extra_info")
+        info = dict(extra) if isinstance(extra, Mapping) else {}
+        turns = {} if trajectory is None else {"num_turns": trajectory.num_turns}
+        known = {
+            "data_source": fields.get("data_source"),
+            "solution_str": "" if trajectory is None else trajectory.final_text,
+            "ground_truth": (
+                reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+            ),
+            "extra_info": {**info, **turns},
+        }
+        parameters = inspect.signature(self.function).parameters
+        named = {name: value for name, value in known.items() if name in parameters}
+        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            # As verl's: it may pass on what it gets beside its parameters.
+            fields = {n: v for n, v in fields.items() if n in parameters and n not in known}
+        return row_arguments(what, self.function, fields, named)
+
+    def _read(
+        self, result: object, given: Trajectory | Sequence[Trajectory]
+    ) -> Score | list[Score | None] | None:
+        if isinstance(given, Trajectory):
+            return self._score(result)
+        if not isinstance(result, Sequence) or isinstance(result, str) or len(result) != len(given):
+            raise RewardError(
+                f"the reward {self.name} returned {result!r:.80} for {len(given)} {GROUP}; it must "
+                "return a list with one result for each"
+            )
+        return [self._score(each) for each in result]
+
+    def _score(self, result: object) -> Score | None:
+        if result is None and self.optional:
+            return None
+        try:
+            score = Score.of(result)
+        except ValueError as error:
+            raise RewardError(f"the reward {self.name}: {error}") from error
+        return replace(score, value=float(score.value))
+
+
+def load(reference: str, *, optional: bool = False) -> UserReward:
     """Returns the reward function that `reference` names.
+
+    Args:
+        optional: Whether it may return None.
 
     Raises:
         SetupError: The path is malformed, the file or module cannot be loaded, it has no
-            such function, or the function takes other parameters than the two known signatures.
+            such function, or the function takes other parameters than the known signatures.
     """
-    function = load_import_path(reference, "reward")
-    if not callable(function):
-        raise SetupError(f"the reward {reference!r} is {function!r}, which is not a function")
-    return _adapt(reference, function)
+    return UserReward.of(reference, load_import_path(reference, "reward"), optional=optional)
 
 
-def from_function(function: Callable[..., object]) -> RewardFn:
+def from_function(function: Callable[..., object], *, optional: bool = False) -> UserReward:
     """Returns the reward function that a program gives as an object.
 
+    Args:
+        optional: Whether it may return None.
+
     Raises:
-        SetupError: It is not callable, or takes other parameters than the two known signatures.
+        SetupError: It is not callable, or takes other parameters than the known signatures.
     """
     name = getattr(function, "__qualname__", repr(function))
-    if not callable(function):
-        raise SetupError(f"the reward is {function!r}, which is not a function")
-    return _adapt(name, function)
+    return UserReward.of(name, function, optional=optional)
 
 
 def installed() -> Mapping[str, EntryPoint]:
@@ -70,12 +195,15 @@ def installed() -> Mapping[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=ENTRY_POINTS)}
 
 
-def load_installed(name: str) -> RewardFn:
+def load_installed(name: str, *, optional: bool = False) -> UserReward:
     """Returns the reward that an installed package offers as `name`.
+
+    Args:
+        optional: Whether it may return None.
 
     Raises:
         SetupError: No package does, or it cannot be loaded, or takes other parameters than the
-            two known signatures.
+            known signatures.
     """
     point = installed().get(name)
     if point is None:
@@ -85,66 +213,4 @@ def load_installed(name: str) -> RewardFn:
     except Exception as error:
         where = f"the entry point {name!r} = {point.value!r}"
         raise cannot_load(where, "reward", error) from error
-    if not callable(function):
-        raise SetupError(f"the reward {name!r} = {point.value!r} is not a function")
-    return _adapt(name, function)
-
-
-def _adapt(reference: str, function: Callable[..., object]) -> RewardFn:
-    parameters = inspect.signature(function).parameters
-    if all(name in parameters for name in _VERL_PARAMETERS):
-        call = _verl_call(function, takes_extra="extra_info" in parameters)
-    else:
-        try:
-            inspect.signature(function).bind(None)
-        except TypeError:
-            raise SetupError(
-                f"the reward {reference} takes ({', '.join(parameters)}); it must take "
-                f"(trajectory) or verl's ({', '.join(_VERL_PARAMETERS)}, extra_info)"
-            ) from None
-        call = function
-    if inspect.iscoroutinefunction(function):
-
-        async def score_later(trajectory: Trajectory) -> Score:
-            result = call(trajectory)
-            assert isinstance(result, Awaitable)
-            return _score(reference, await result)
-
-        return score_later
-
-    def score(trajectory: Trajectory) -> Score:
-        return _score(reference, call(trajectory))
-
-    return score
-
-
-def _verl_call(
-    function: Callable[..., object], *, takes_extra: bool
-) -> Callable[[Trajectory], object]:
-    def call(trajectory: Trajectory) -> object:
-        fields = trajectory.task.fields
-        reward_model = fields.get("reward_model")
-        extra: dict[str, object] = {}
-        if takes_extra:
-            given = fields.get("extra_info")
-            info = dict(given) if isinstance(given, Mapping) else {}
-            extra["extra_info"] = {**info, "num_turns": trajectory.num_turns}
-        return function(
-            data_source=fields.get("data_source"),
-            solution_str=trajectory.final_text,
-            ground_truth=reward_model.get("ground_truth")
-            if isinstance(reward_model, Mapping)
-            else None,
-            **extra,
-        )
-
-    return call
-
-
-def _score(reference: str, result: object) -> Score:
-    """Returns what a function returned, as a score."""
-    try:
-        score = Score.of(result)
-    except ValueError as error:
-        raise RewardError(f"the reward {reference}: {error}") from error
-    return replace(score, value=float(score.value))
+    return UserReward.of(name, function, optional=optional)

@@ -55,7 +55,11 @@ def mine(tmp_path: Path) -> Path:
         "    return {'score': float(right), 'acc': True, 'pred': solution_str[5:]}\n"
         "def nothing(trajectory): return None\n"
         "def infinite(trajectory): return float('inf')\n"
-        "def two(a, b): return 0.0\n"
+        "def two(completions, answer): return 0.0\n"
+        "def near(trajectory, answer, unit='m', **kwargs):\n"
+        "    return (trajectory.final_text == f'#### {answer}') + len(unit) + len(kwargs)\n"
+        "def longest(trajectories, answer):\n"
+        "    return [len(t.final_text) * answer for t in trajectories][:2]\n"
         "three = 3\n"
     )
     return path
@@ -128,7 +132,11 @@ async def test_a_reward_of_an_installed_package_is_known_by_its_name(
             "{mine}:missing",
             "has no 'missing'; it has: Fraction, Settings, annotations, compute_score",
         ),
-        ("{mine}:two", r"takes \(a, b\); it must take \(trajectory\) or verl's"),
+        (
+            "{mine}:two",
+            r"takes \(completions, answer\); it must .* or verl's",
+        ),
+        ("{mine}:Settings", "which is not a function"),
     ],
 )
 def test_what_cannot_be_resolved_fails_at_start(mine: Path, reference: str, why: str) -> None:
@@ -158,3 +166,18 @@ def test_a_result_that_is_no_finite_number_is_blamed_on_the_function(
 ) -> None:
     with pytest.raises(RewardError, match=rf"mine\.py:{name}: the reward is {value}; it must"):
         load(f"{mine}:{name}")(make_trajectory())
+
+
+def test_further_parameters_are_columns_of_the_row_or_of_its_extra_info(mine: Path) -> None:
+    near = load(f"{mine}:near")
+    fields = {"answer": 42, "extra_info": {"unit": "km"}}
+    assert near(make_trajectory(fields=fields)) == Score(value=1 + len("km") + len(["extra_info"]))
+    with pytest.raises(SetupError, match=r"near takes answer, and the row has none.*has: level"):
+        near.check_row({"level": 3})
+
+
+def test_a_reward_of_a_group_gets_all_of_a_row_and_returns_one_result_for_each(mine: Path) -> None:
+    longest, trajectory = load(f"{mine}:longest"), make_trajectory(fields={"answer": 2})
+    assert longest((trajectory, trajectory)) == [Score(value=14.0), Score(value=14.0)]
+    with pytest.raises(RewardError, match=r"longest returned \[14, 14\] for 3 trajectories"):
+        longest((trajectory,) * 3)

@@ -5,7 +5,8 @@ under a `.partial` name, the manifest last, then renamed, then named in `latest`
 What a killed trainer leaves behind is removed by the next. `latest` is a hint: it says which
 checkpoint to try first, so a run is set back by writing another name into it; if it is missing or
 leads nowhere, the newest whole checkpoint is the latest. One trainer uses a run directory at a
-time: it holds a lock on `lock`, which the operating system frees when the trainer dies.
+time: it holds a lock on `lock`, which the operating system frees when the trainer dies. `best`
+names the checkpoint that stands for the run where one is chosen by validation; it is not removed.
 
 Besides the policy a checkpoint needs only the step: data order and seeds are functions of it. It
 also carries the step's metrics, in case the trainer dies before they are logged, and a copy of
@@ -14,6 +15,7 @@ also carries the step's metrics, in case the trainer dies before they are logged
 
 import asyncio
 import contextlib
+import dataclasses
 import datetime
 import fcntl
 import json
@@ -40,6 +42,7 @@ __all__ = [
     "CRITIC",
     "HF",
     "POLICY",
+    "Best",
     "Checkpoint",
     "Checkpoints",
     "NewestWhole",
@@ -55,6 +58,7 @@ _WITHOUT_MANIFEST = 1
 """The format of release 0.1."""
 _STATE = "state.json"
 _LATEST = "latest"
+_BEST = "best"
 CONFIG = "config.json"
 """The configuration in a run directory; each checkpoint has a copy as it was then."""
 CHECKPOINTS = "checkpoints"
@@ -95,6 +99,14 @@ class Checkpoint:
     metrics: Mapping[str, float]
     checked_bytes: int | None
     groups: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The step with the greatest `value` of a metric among those with a checkpoint."""
+
+    step: int
+    value: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +245,31 @@ class Checkpoints:
         """
         steps, _ = self._in_order()
         return self.at(steps[0]) if steps else None
+
+    def chosen(self) -> Checkpoint | None:
+        """Returns the checkpoint that stands for the run: the best, or else `latest`.
+
+        Raises:
+            RunDirectoryError: It is damaged.
+        """
+        best = self.best
+        return self.latest() if best is None else self.at(best.step)
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint; None if the run does not choose one."""
+        try:
+            best = json.loads((self._directory / _BEST).read_text(encoding="utf-8"))
+            return Best(step=int(best["step"]), value=float(best["value"]))
+        except (OSError, ValueError, TypeError, LookupError):
+            return None
+
+    def set_best(self, best: Best | None) -> None:
+        """Makes it the best, which stays whatever else is removed; None: there is no best."""
+        if best is None:
+            (self._directory / _BEST).unlink(missing_ok=True)
+        else:
+            write_json(self._directory / _BEST, dataclasses.asdict(best))
 
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that have a checkpoint, whole or not, in order."""
@@ -390,8 +427,10 @@ class Checkpoints:
         complete = sorted(
             path for path in self._directory.glob("step-*") if path.is_dir() and path.name <= newest
         )
+        best = self.best
         for path in complete[: -self._keep]:
-            shutil.rmtree(path)
+            if best is None or path.name != _name(best.step):
+                shutil.rmtree(path)
 
 
 def _name(step: int) -> str:

@@ -106,7 +106,7 @@ def _checkpoint(run: Path, step: int | None) -> "tuple[AnyConfig, Checkpoint]":
             f"{run} is not a run directory: it has no {CHECKPOINTS} and metrics.jsonl of a run"
         )
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
-    checkpoint = checkpoints.latest() if step is None else checkpoints.at(step)
+    checkpoint = checkpoints.chosen() if step is None else checkpoints.at(step)
     if checkpoint is None:
         raise ExportError(
             f"{run} holds no checkpoint: none was reached yet, or schedule.save_last=false and "

@@ -472,7 +472,9 @@ def _exists(path: Path) -> bool:
 def _fit(assignment: Assignment, leaf: Leaf, root: type[BaseModel]) -> Any:
     """Returns the value in the form of the leaf's type, where the spelling is ambiguous."""
     value = assignment.value
-    if leaf.key in _CODE_KEYS and isinstance(value, str):
+    if leaf.key in _CODE_KEYS and isinstance(value, str | list):
+        if isinstance(value, list):
+            return [_code(assignment.base, str(each)) for each in value]
         return _code(assignment.base, value)
     if leaf.is_table:
         return value

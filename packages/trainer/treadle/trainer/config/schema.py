@@ -89,10 +89,15 @@ class ModelConfig(Section):
 class RewardConfig(Section):
     """How a finished trajectory is scored."""
 
-    name: str | None = None
+    name: str | tuple[str, ...] | None = None
     """The reward of all rows: a name from treadle.tools.rewards or an installed package, or your
     own function as path.py:function or package.module:function, or a rubric.yaml for a language
-    model that judges. Null: chosen by each row's data_source."""
+    model that judges. Of a list, the results are added by `weights`. Null: chosen by each row's
+    data_source."""
+    weights: Mapping[str, float] = {}
+    """Weights of several rewards by the function's name, as `reward.weights.short=0.2` of
+    game.py:short; 1 for each without. The metric `reward/short` has its results without the
+    weight."""
     mode: str | None = None
     """How a named reward with several modes reads or scores an answer. gsm8k: strict (the number
     after `#### `) and flexible (the last number) with verl's quirks, fixed without them;
@@ -111,6 +116,11 @@ class RewardConfig(Section):
     overlong_buffer: Count | None = None
     """Number of tokens at the end of rollout.response_length over which the penalty grows from 0.
     Null: a fifth of rollout.response_length, as in DAPO's run."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All that `name` has; empty where it is null."""
+        return (self.name,) if isinstance(self.name, str) else self.name or ()
 
 
 class AgentConfig(Section):
@@ -169,6 +179,9 @@ class AgentConfig(Section):
     """A tool, a reward or a simulated user that failed this many trajectories one after another, or
     as many as a step has, is down. If it had served one in this run, the run waits for it; else the
     run ends. Null: the run continues with the trajectories that did without it."""
+    try_once: bool = True
+    """Before the start, call your own plain rewards with a made-up answer to the first row, and
+    open and close your own tools for it, so that a mistake in them is found there."""
     max_failed_share: Annotated[float, Field(ge=0, le=1)] | None = 0.25
     """Share of a step's trajectories that may fail because the reward or the agent loop raises or
     returns what is no reward. Above it the run ends with status 1 and names each cause: what is
@@ -254,7 +267,7 @@ class StepsConfig(Section):
         due = self.save_every is not None and step % self.save_every == 0
         return due or (last and self.save_last)
 
-    def saves_hf(self, *, last: bool) -> bool:
+    def saves_hf(self, step: int, *, last: bool) -> bool:
         """Returns whether the checkpoint of a step also holds a Hugging Face directory."""
         return self.save_hf == "every" or (last and self.save_hf == "last")
 
@@ -275,9 +288,52 @@ class ScheduleConfig(StepsConfig):
     surplus: Annotated[float, Field(ge=0)] = 0.5
     """stream: how many more groups are in progress than a step trains on, as a share of
     data.prompts_per_step."""
+    best: Literal["val/reward", "val/accuracy"] | None = None
+    """Metric whose greatest value makes a validation's step the best of the run: each validation
+    then ends with a checkpoint, that of the best is kept beside keep_checkpoints, and stands for
+    the run in model.path, `treadle eval` and `treadle export`. Null: the latest does."""
+    patience: Count | None = None
+    """The run ends early after this many validations in a row that are not better than `best`.
+    Null: it does not."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """async: how many versions behind the weights may be that a group began with, when a step
     trains on it."""
+
+    def saves(self, step: int, *, last: bool) -> bool:
+        """Returns whether a step ends with a checkpoint: those that validate do with `best`."""
+        return super().saves(step, last=last) or self._may_be_best(step, last=last)
+
+    def saves_hf(self, step: int, *, last: bool) -> bool:
+        """Returns whether the checkpoint of a step also holds a Hugging Face directory."""
+        may_be_best = self.save_hf != "never" and self._may_be_best(step, last=last)
+        return super().saves_hf(step, last=last) or may_be_best
+
+    def when_saved(self) -> str:
+        """Returns when there is a checkpoint, for the plan."""
+        best = f" and with each validation; the greatest {self.best} is kept" if self.best else ""
+        return super().when_saved() + best
+
+    def is_stuck(self, step: int, best: int) -> bool:
+        """Returns whether a run ends early after a step, with its best validation at `best`."""
+        if self.patience is None or self.val_every is None:
+            return False
+        return step // self.val_every - best // self.val_every >= self.patience
+
+    def _may_be_best(self, step: int, *, last: bool) -> bool:
+        return self.best is not None and self.validates(step, last=last)
+
+    @model_validator(mode="after")
+    def _patience_has_validations(self) -> Self:
+        if self.best is not None and self.val_every is None:
+            raise ValueError(
+                f"best={self.best} compares validations, and val_every=null has none: set val_every"
+            )
+        if self.patience is not None and self.best is None:
+            raise ValueError(
+                f"patience={self.patience} waits for a better validation, and best=null has none: "
+                "set best=val/reward"
+            )
+        return self
 
     @model_validator(mode="after")
     def _numbers_have_their_kind(self) -> Self:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from treadle.agent_loop import RewardFn, SetupError
 from treadle.tools import rewards
 from treadle.tools.rewards.judge import Judge
-from treadle.trainer.config.schema import Config
+from treadle.trainer.config.schema import Config, RewardConfig
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.data import Prompt, PromptRules, Row, check_each
 from treadle.trainer.data.own_reader import imports_verl
@@ -72,35 +72,50 @@ def load_reward(
 
     Raises:
         SetupError: It does not exist or does not load, or no reward is known for a row's
-            `data_source`, or one is given and the loops of all rows score.
+            `data_source`, or one is given and the loops of all rows score, or of some rows where it
+            compares groups.
     """
     settings = config.reward
     sources = {
         None if _is_scored(row, rules) else str(row.columns.get("data_source")) for row in rows
     }
-    if sources == {None} and (settings.name is not None or own.reward is not None):
-        given = f"reward.name={settings.name}" if own.reward is None else f"reward={own.reward!r}"
+    given = f"reward.name={settings.name}" if own.reward is None else f"reward={own.reward!r}"
+    if sources == {None} and (settings.names or own.reward is not None):
         raise SetupError(
             f"{given} would score nothing, because the agent loops or the tools of all rows score "
             "their trajectories (scores_itself, a method reward): leave the reward out, or use "
             "those that do not"
         )
-    if own.reward is not None:
-        return own.reward
+    reward = own.reward or _configured(settings)
+    if isinstance(reward, rewards.WeightedRewards) and reward.compares:
+        if None in sources:
+            raise SetupError(
+                f"{given} compares the trajectories of a group, and the agent loops or the tools "
+                "of some rows score theirs themselves: give all rows loops that do not"
+            )
+        if config.algorithm.advantage == "remax":
+            raise SetupError(
+                f"{given} compares the trajectories of a group, and algorithm.advantage=remax "
+                "scores a greedy one alone: choose another estimator, such as grpo"
+            )
+    if own.reward is None and not settings.names:
+        rewards.check_data_sources(sources - {None}, mode=settings.mode)
+    return reward
+
+
+def _configured(settings: RewardConfig) -> RewardFn:
     try:
-        reward = rewards.resolve(
-            settings.name,
+        return rewards.resolve_all(
+            settings.names,
+            weights=settings.weights,
             mode=settings.mode,
             timeout_s=settings.timeout_s,
             timeout_score=settings.timeout_score,
         )
     except SetupError as error:
-        if settings.name is not None and imports_verl(settings.name):
+        if any(imports_verl(name) for name in settings.names):
             raise SetupError(f"{error}: {_VERL_REWARDS}") from error.__cause__
         raise
-    if settings.name is None:
-        rewards.check_data_sources(sources - {None}, mode=settings.mode)
-    return reward
 
 
 def _is_scored(row: Row, rules: PromptRules | None) -> bool:
@@ -124,31 +139,43 @@ async def enter_reward(stack: AsyncExitStack, reward: RewardFn) -> None:
 def check_ground_truth(
     config: Config,
     rows: Sequence[Row],
-    *,
-    split: str,
     reward: RewardFn | None,
     rules: PromptRules | None,
+    *,
+    split: str,
 ) -> None:
-    """Rejects rows whose ground truth their reward of treadle.tools could not read.
+    """Rejects rows that lack what their reward reads: its ground truth, or your function's columns.
 
     Args:
-        split: Names the rows in messages: "train" or "val".
         reward: The loaded reward; None if it could not be loaded, which is another problem.
+        split: Names the rows in messages: "train" or "val".
 
     Raises:
         DataError: There is one such row, or several with one problem.
         SeveralProblems: There are several problems.
     """
+    functions = tuple(rewards.user_functions(reward).values())
+    parts = reward.parts.values() if isinstance(reward, rewards.WeightedRewards) else (reward,)
+    judges = [part for part in parts if isinstance(part, Judge)]
 
     def problem(row: Row) -> str | None:
         if _is_scored(row, rules):
             return None
-        name = config.reward.name or rewards.name_for_source(str(row.columns.get("data_source")))
-        if isinstance(reward, Judge):
-            found = reward.wrong_truth(row.columns)
-        else:
-            found = None if name is None else rewards.wrong_truth(name, row.columns)
-        return None if found is None else f"{found}, for the reward {name}"
+        names = config.reward.names
+        if not names and not functions:
+            names = (rewards.name_for_source(str(row.columns.get("data_source"))) or "",)
+        for name in names:
+            if (found := rewards.wrong_truth(name, row.columns)) is not None:
+                return f"{found}, for the reward {name}"
+        for judge in judges:
+            if (found := judge.wrong_truth(row.columns)) is not None:
+                return f"{found}, for the reward {config.reward.name}"
+        try:
+            for function in functions:
+                function.check_row(row.columns)
+        except SetupError as error:
+            return str(error)
+        return None
 
     check_each(rows, split=split, problem=problem)
 

@@ -138,3 +138,24 @@ def test_a_reward_that_is_code_for_verl_is_refused_with_the_built_in_ones(tmp_pa
     )
     with pytest.raises(SetupError, match=r"No module named 'verl.*reward\.name=retool is that of"):
         _prepare(f"reward.name={file}:compute_score")
+
+
+def test_rewards_are_added_and_a_row_that_lacks_their_columns_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def near(trajectory, unit): return 0.0\n"
+        "def best(trajectories, level=0): return [0.0 for _ in trajectories]\n" + _SCORES
+    )
+    own = (f"reward.name=[{file}:near, {file}:best]", "reward.weights.best=0.5")
+    rows = _rows(tmp_path / "rows.jsonl", unit="km", data_source="mine")
+    config = load_config([DEMO], [*_TRAINING_ONLY, rows, *own]).config
+    plan = dict(check_run(config, Path("/nowhere")).plan.details)
+    assert plan["reward"] == f"{file}:near + 0.5 x {file}:best, for all rows"
+    with pytest.raises(DataError, match=r"train.jsonl, line 1: the reward .*near takes unit"):
+        _prepare(*own)
+    with pytest.raises(SetupError, match=r"best compares .* algorithm.advantage=remax"):
+        _prepare(f"reward.name={file}:best", rows, "algorithm.advantage=remax")
+    scored = _rows(tmp_path / "scored.jsonl", agent_name=f"{file}:Scores")
+    files = f"data.train_files=[{tmp_path}/rows.jsonl, {tmp_path}/scored.jsonl]"
+    with pytest.raises(SetupError, match=r"best compares .* some rows score theirs themselves"):
+        _prepare(f"reward.name={file}:best", scored, files)

@@ -24,6 +24,7 @@ from treadle.trainer.preflight.table import (
     RULES,
     SERVERS,
     TRACING,
+    TRIAL,
     TRUTH,
     WORKERS,
     Check,
@@ -75,7 +76,7 @@ def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvalua
         fetch=not attached,
     )
     found.make((Check("", "out", _check_place), *ROWS, *RULES, REWARD, *TRUTH))
-    found.make((*MODEL, CONTEXT, RENDERER, *PROMPTS))
+    found.make((*MODEL, CONTEXT, RENDERER, *PROMPTS, TRIAL))
     found.make((WORKERS, TRACING) if attached else (*SERVERS, LAUNCHER, WORKERS, TRACING))
     found.problems.raise_if_any()
     return CheckedEvaluation(

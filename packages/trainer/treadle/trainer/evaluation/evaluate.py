@@ -153,7 +153,8 @@ async def _sample(
         def ended(trajectory: Trajectory) -> None:
             record.advance()
             record.firsts(step, [trajectory])
-            groups.add(trajectory)
+            if not rollout.compares:
+                groups.add(trajectory)
 
         with (
             record.phase("evaluate", total=len(tasks)),
@@ -167,6 +168,8 @@ async def _sample(
                 min_weight_version=min_weight_version,
                 on_end=ended,
             )
+            for trajectory in trajectories if rollout.compares else ():
+                groups.add(trajectory)
         sampled = Sampled(trajectories=trajectories, spans=recorded.spans)
         record.hold(step, sampled, phase="val", limit=config.run.val_trajectories)
     rollout.check_outages(trajectories)

@@ -92,7 +92,7 @@ def _is_run(path: Path) -> bool:
 def _of_run(text: str, run: Path, step: int | None) -> Source:
     checkpoints = Checkpoints(run / CHECKPOINTS, keep=1)
     try:
-        chosen = checkpoints.latest() if step is None else checkpoints.at(step)
+        chosen = checkpoints.chosen() if step is None else checkpoints.at(step)
         if chosen is None:
             raise SetupError(f"{text} is a run without a checkpoint: it holds no model yet")
     except RunDirectoryError as error:

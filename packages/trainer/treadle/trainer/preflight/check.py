@@ -27,6 +27,7 @@ from treadle.trainer.preflight.table import (
     ROWS,
     RUN_DIRECTORY,
     TRAINED_MODEL,
+    TRIAL,
     Findings,
 )
 from treadle.trainer.preflight.without_torch import transformers_without_torch
@@ -97,7 +98,7 @@ def check_run(
     found.make((*ROWS, RUN_DIRECTORY, *OWN_CODE))
     with transformers_without_torch() if plan_only else nullcontext():
         found.make(TRAINED_MODEL)
-    found.make((*PROMPTS, *PROCESSES))
+    found.make((*PROMPTS, TRIAL, *PROCESSES))
     # A run reserves its GPUs as it starts.
     cluster = ask_cluster(config) if plan_only else None
     found.problems.raise_if_any()

@@ -9,7 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from treadle.policy.backends.description import rank_memory
-from treadle.tools.rewards import name_for_source
+from treadle.tools.rewards import name_for_source, short_name
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import Prompt
 from treadle.trainer.data.load_data import Inputs
@@ -104,8 +104,10 @@ def _reward(config: Config, own: OwnCode, inputs: Inputs) -> str:
     if own.reward is not None:
         return f"the function given to train, for {which}"
     mode = "" if settings.mode is None else f", mode {settings.mode}"
-    if settings.name is not None:
-        return f"{settings.name}, for {which}{mode}"
+    if settings.names:
+        weights = {name: settings.weights.get(short_name(name)) for name in settings.names}
+        shown = [n if w is None else f"{w:g} x {n}" for n, w in weights.items()]
+        return f"{' + '.join(shown)}, for {which}{mode}"
     left = (prompt for prompt in _all(inputs) if not scored[prompt.loop])
     every = sorted({source for prompt in left for source in _sources(prompt)})
     return ", ".join(f"{name_for_source(source)} for {source}" for source in every) + mode

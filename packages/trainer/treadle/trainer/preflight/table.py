@@ -65,6 +65,7 @@ from treadle.trainer.preflight.process_checks import (
     check_rows_left,
     check_workers,
 )
+from treadle.trainer.preflight.trial import try_own_code
 from treadle.trainer.problems import Problems
 from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
 from treadle.trainer.rollout.server_process import (
@@ -190,13 +191,6 @@ def _loss(config: Config) -> None:
         check_loss(config.algorithm)
 
 
-def _truth(
-    split: str, config: Config, own: OwnCode, rows: Sequence[Row], reward: Any, rules: Any
-) -> None:
-    if own.reward is None:
-        check_ground_truth(config, rows, split=split, reward=reward, rules=rules)
-
-
 def _folder(config: AnyConfig, missing: Collection[str], fetch: bool) -> Path | None:
     return None if "model.path" in missing else resolve_model(config.model.path, weights=fetch)
 
@@ -271,7 +265,7 @@ REWARD: Final = Check(
     ),
 )
 TRUTH: Final = tuple(
-    Check("", f"config own {split}_rows reward? rules?", partial(_truth, split))
+    Check("", f"config {split}_rows reward? rules?", partial(check_ground_truth, split=split))
     for split in ("train", "val")
 )
 OWN_CODE: Final = (
@@ -332,6 +326,7 @@ PROMPTS: Final = tuple(
     )
     for split in ("train", "val")
 )
+TRIAL: Final = Check("", "config rules reward train_prompts? val_prompts?", try_own_code)
 PLAN: Final = (
     Check("plan", "config train_rows val_rows?", _plan),
     Check("", "resume plan", lambda resume, plan: check_steps_left(resume, plan.total_steps)),

@@ -42,8 +42,8 @@ async def open_own_code(stack: AsyncExitStack, config: Config, inputs: Inputs) -
     Raises:
         SetupError: A judge's servers do not answer.
     """
+    stack.push_async_callback(asyncio.to_thread, end_idle_processes)
     if not config.agent.num_workers:
-        stack.push_async_callback(asyncio.to_thread, end_idle_processes)
         await enter_reward(stack, inputs.reward)
         await stack.enter_async_context(inputs.rules.loops.opened(inputs.loops))
 

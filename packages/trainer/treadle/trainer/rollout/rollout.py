@@ -36,6 +36,7 @@ from treadle.agent_loop import (
     Trajectory,
     TrajectoryTimeoutError,
 )
+from treadle.tools.rewards import WeightedRewards
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
 from treadle.trainer.report.failures import causes
@@ -183,7 +184,23 @@ class Rollout:
         for trajectory in ended.values():
             if may_be_attempted_again(trajectory):  # but was not
                 on_end(trajectory)
-        return [ended[_key(task)] for task in tasks if _key(task) in ended]
+        return await self.compared([ended[_key(task)] for task in tasks if _key(task) in ended])
+
+    async def compared(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Returns them with what rewards of whole groups give; members of a row are adjacent."""
+        reward, limit_s = self.reward, self.config.agent.deadline_s
+        if not isinstance(reward, WeightedRewards) or not reward.compares:
+            return list(trajectories)
+        groups = itertools.groupby(trajectories, key=lambda t: t.task.task_id)
+        done = await asyncio.gather(
+            *(reward.of_group(tuple(members), deadline_s=limit_s) for _, members in groups)
+        )
+        return [trajectory for members in done for trajectory in members]
+
+    @property
+    def compares(self) -> bool:
+        """Whether a reward takes whole groups: then a trajectory that ends lacks its part."""
+        return isinstance(self.reward, WeightedRewards) and self.reward.compares
 
     def check_outages(self, ended: Sequence[Trajectory]) -> None:
         """Looks whether something is down that trajectories need.

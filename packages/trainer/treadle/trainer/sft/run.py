@@ -128,7 +128,7 @@ class _Steps:
         due = schedule.saves(step, last=last)
         if due or schedule.is_time_to_save(self._checkpoints.saved_at):
             with timer.phase("save"), self._record.phase("save"):
-                with_hf = schedule.saves_hf(last=last)
+                with_hf = schedule.saves_hf(step, last=last)
                 await self._save(step, metrics | timer.metrics(), with_hf=with_hf)
         else:
             self._unsaved = step, metrics | timer.metrics()

@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from treadle.agent_loop import AgentTask, Trajectory
+from treadle.agent_loop.aio import sole_cause
 from treadle.tracing import FinishedSpan
 from treadle.trainer.report.trajectories import Recorded
 from treadle.trainer.rollout.continuous import ContinuousRollout
@@ -39,6 +40,7 @@ from treadle.trainer.training_loop.schedules.group_queue import GroupQueue, Rule
 from treadle.trainer.training_loop.schedules.group_store import GroupStore, versions
 from treadle.trainer.training_loop.schedules.step import (
     save_interrupted,
+    steps_of,
     train_step,
     validate_before_training,
 )
@@ -57,7 +59,7 @@ async def run_beside_training(context: TrainingContext, rule: Rule, *, first_ste
     """
     await validate_before_training(context, first_step=first_step)
     async with _begin(context, rule) as groups:
-        for step in range(first_step, context.total_steps + 1):
+        for step in steps_of(context, first_step):
             timer = Timer()
             try:
                 with timer.phase("rollout"):
@@ -114,6 +116,7 @@ class _Groups:
     _lost: int = 0
     _recorded: Recorded | None = None
     _waits: bool = False
+    _ending: asyncio.TaskGroup = field(default_factory=asyncio.TaskGroup)
 
     def __post_init__(self) -> None:
         context, config = self.context, self.context.config
@@ -153,7 +156,12 @@ class _Groups:
         """Samples until it is cancelled."""
         with self.context.record.trajectory_log.recording() as recorded:
             self._recorded = recorded
-            await self.rollout.run()
+            try:
+                async with asyncio.TaskGroup() as self._ending:
+                    await self.rollout.run()
+            except BaseExceptionGroup as failures:
+                first = sole_cause(failures)
+                raise first from first.__cause__
 
     async def take(self, step: int) -> StepGroups:
         """Waits for the batch of a step.
@@ -170,7 +178,8 @@ class _Groups:
             return await self._take(step)
         except OutageError:
             groups = [waiting.group for waiting in (*self.queue.waiting.values(), *self._left_out)]
-            running = [t for group in self._running.values() for t in group.ended]
+            config = self.context.config
+            running = [shaped(t, config) for group in self._running.values() for t in group.ended]
             ended = Sampled(trajectories=[*_members(groups), *running], spans=[])
             await self.context.record.sampled(step, ended, None)
             raise
@@ -261,17 +270,30 @@ class _Groups:
         return self._numbers[task.task_id, task.rollout_index, task.seed]
 
     def _on_end(self, trajectory: Trajectory) -> None:
-        """Takes a trajectory; its group ends with the last one."""
+        """Takes a trajectory; its group ends with the last one, once it is compared."""
         context, number = self.context, self._number_of(trajectory.task)
         context.record.firsts(self.queue.next_step, [trajectory])
         running = self._running[number]
-        running.ended.append(shaped(trajectory, context.config))
+        running.ended.append(trajectory)
         if len(running.ended) < len(running.tasks):
             return
-        del self._running[number]
         for task in running.tasks:
             del self._numbers[task.task_id, task.rollout_index, task.seed]
-        members = sorted(running.ended, key=lambda t: t.task.rollout_index)
+        running.ended.sort(key=lambda t: t.task.rollout_index)
+        if context.rollout.compares:
+            self._ending.create_task(self._compare(number))
+        else:
+            self._end(number, running.ended)
+
+    async def _compare(self, number: int) -> None:
+        ended = self._running[number].ended
+        self._end(number, await self.context.rollout.compared(ended))
+
+    def _end(self, number: int, trajectories: Sequence[Trajectory]) -> None:
+        """Ends a group, so that a step can train on it."""
+        context = self.context
+        del self._running[number]
+        members = [shaped(trajectory, context.config) for trajectory in trajectories]
         ended = self.queue.end(number, Group(trajectories=tuple(members)))
         if self.rule.leaves_out and self._is_left_out(ended.group):
             self._left_out.append(self.queue.leave_out(number))

@@ -7,7 +7,7 @@ Invariant: when `train_step` returns, the servers of the rotation sample from ve
 the step is logged.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from treadle.policy.algorithms.estimators import AdvantageError
@@ -15,7 +15,9 @@ from treadle.policy.algorithms.reward_kl import Charges, coefficient_after
 from treadle.policy.client.batch import too_long
 from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.trainer.checkpoint.run_directory import Best
 from treadle.trainer.report import rollout_metrics
+from treadle.trainer.report.metrics import VAL_REWARD
 from treadle.trainer.rollout.outages import OwnCodeError, check_own_code
 from treadle.trainer.training_loop.context import Timer, TrainingContext
 from treadle.trainer.training_loop.gather import StepGroups
@@ -26,6 +28,7 @@ from treadle.trainer.training_loop.validation import validate
 __all__ = [
     "GroupsBesideTraining",
     "save_interrupted",
+    "steps_of",
     "train_step",
     "validate_before_training",
 ]
@@ -101,7 +104,7 @@ async def train_step(
     )
     if saved:
         with timer.phase("save"):
-            await context.save_model(step, with_hf=schedule.saves_hf(last=last))
+            await context.save_model(step, with_hf=schedule.saves_hf(step, last=last))
 
     # Weight sync: from here on the servers sample from version `step`.
     with timer.phase("sync"):
@@ -160,12 +163,43 @@ async def _end_step(
         with timer.phase("save"):
             groups = None if beside is None else await beside.kept_in_checkpoint()
             await context.complete_checkpoint(step, {**metrics, **timer.metrics()}, groups)
+        _choose_best(context, step, metrics)
         if beside is not None:
             beside.checkpointed(step)
     metrics |= await context.time_shares(timer.seconds)
     if not saved:
         context.unsaved = step, {**metrics, **timer.metrics()}
     await context.record.step(step, {**metrics, **timer.metrics()})
+
+
+def _choose_best(context: TrainingContext, step: int, metrics: Mapping[str, float]) -> None:
+    """Compares a step that has a checkpoint with the best so far."""
+    name, checkpoints = context.config.schedule.best, context.checkpoints
+    if name is None:
+        checkpoints.set_best(None)  # the run chose one before it was resumed
+    elif (value := metrics.get(name)) is not None:
+        best = checkpoints.best
+        if best is None or best.step >= step or value > best.value:
+            checkpoints.set_best(Best(step=step, value=value))
+    elif VAL_REWARD in metrics:
+        context.record.note(
+            step, f"schedule.best={name}: the rewards do not tell right from wrong, so none is best"
+        )
+
+
+def steps_of(context: TrainingContext, first_step: int) -> Iterator[int]:
+    """Yields the steps that are left, until the validations are no better for too long."""
+    schedule = context.config.schedule
+    for step in range(first_step, context.total_steps + 1):
+        best = context.checkpoints.best
+        if best is not None and best.step < step and schedule.is_stuck(step - 1, best.step):
+            context.record.note(
+                step - 1,
+                f"the run ends early: no validation since step {best.step}, with {schedule.best}="
+                f"{best.value:.4g}, was better (schedule.patience={schedule.patience})",
+            )
+            return
+        yield step
 
 
 async def _batch_of(

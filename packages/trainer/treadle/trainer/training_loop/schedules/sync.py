@@ -15,6 +15,7 @@ from treadle.trainer.training_loop.gather import gather
 from treadle.trainer.training_loop.interruption import finished_first
 from treadle.trainer.training_loop.schedules.step import (
     save_interrupted,
+    steps_of,
     train_step,
     validate_before_training,
 )
@@ -38,7 +39,7 @@ async def run_sync(context: TrainingContext, *, first_step: int) -> None:
         OSError: The disk is full or gone.
     """
     await validate_before_training(context, first_step=first_step)
-    for step in range(first_step, context.total_steps + 1):
+    for step in steps_of(context, first_step):
         timer = Timer()
         saves = context.config.schedule.saves(step, last=step == context.total_steps)
         # Rollout and reward: each trajectory is scored as soon as it ends.
