@@ -27,7 +27,7 @@ thread-safe; the compute thread owns it.
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ from treadle.rollout_server.engines.torch.model import CachedModel
 from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache, common_tokens
 from treadle.rollout_server.engines.torch.scheduler import ScheduledIds, Scheduler
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
-from treadle.rollout_server.engines.torch.vision import VisionInputs
+from treadle.rollout_server.engines.torch.vision import vision_inputs
 
 _STEP_TOKENS = 2048
 _FLUSH_S = 0.02  # Maximum wait of a token; tokens are emitted in groups to save callbacks.
@@ -348,10 +348,10 @@ class EngineCore:
             queries_per_head=self._model.queries_per_head,
             shared=self._shared_tokens(sequences),
         )
-        vision_inputs = None
+        images = None
         if any(sequence.images for sequence in sequences):
-            vision_inputs = self._vision_inputs(sequences, spans)
-        return self._model.forward(ids, layout, wanted, vision_inputs)
+            images = vision_inputs(sequences, spans, self._model.encode_image, self._model.device)
+        return self._model.forward(ids, layout, wanted, images)
 
     def _reports(
         self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor
@@ -366,39 +366,6 @@ class EngineCore:
             found.append((sequence, PromptLogprobs(logprobs, self.weight_version)))
             first = last
         return found
-
-    def _vision_inputs(self, sequences: list[Sequence], spans: list[RowSpan]) -> VisionInputs:
-        """Returns the positions of all ids of a step and the embeddings of its images."""
-        parts: list[torch.Tensor] = []
-        embeddings: list[tuple[int, torch.Tensor]] = []
-        first = 0
-        for sequence, span in zip(sequences, spans, strict=True):
-            if sequence.positions is None:
-                parts.append(torch.arange(*span).expand(3, -1))
-            else:
-                parts.append(sequence.positions.within(*span))
-                embeddings += self._image_embeddings(sequence, span, first)
-            first += span.num_tokens
-        return VisionInputs(torch.cat(parts, dim=1).to(self._model.device), embeddings)
-
-    def _image_embeddings(
-        self, sequence: Sequence, span: RowSpan, first: int
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yields the image embeddings within a span, each with its index in the step.
-
-        The embeddings of an image that a step reads only in part are kept for the next step.
-        """
-        for placed in sequence.images:
-            start, stop = max(placed.start, span.start), min(placed.stop, span.stop)
-            if start >= stop:
-                continue
-            embeddings = sequence.image_embeddings.pop(placed.start, None)
-            if embeddings is None:
-                embeddings = self._model.encode_image(placed)
-            if stop < placed.stop:
-                sequence.image_embeddings[placed.start] = embeddings
-            part = embeddings[start - placed.start : stop - placed.start]
-            yield first + start - span.start, part
 
     def _shared_tokens(self, sequences: list[Sequence]) -> int:
         """Returns the number of leading ids, and so cache entries, that sequences share."""

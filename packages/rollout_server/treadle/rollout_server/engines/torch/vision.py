@@ -9,7 +9,7 @@ Everything here runs on the compute thread; nothing waits.
 Shapes: T tokens of a step; an image of P patches of D values and N ids; C hidden size.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,11 @@ import torch
 
 from treadle.rollout_server.engines.images.patches import PatchCutter, check_patch_sizes
 from treadle.rollout_server.engines.images.reader import PlacedImage
+from treadle.rollout_server.engines.torch.attention import RowSpan
+from treadle.rollout_server.engines.torch.sequence import Sequence
+
+Encode = Callable[[PlacedImage], torch.Tensor]
+"""Returns the embeddings of an image: `ImageEncoder.encode_image`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,7 +35,7 @@ class VisionInputs:
     """
 
     positions: torch.Tensor
-    embeddings: Sequence[tuple[int, torch.Tensor]]
+    embeddings: list[tuple[int, torch.Tensor]]
 
 
 class ImageEncoder:
@@ -58,3 +63,40 @@ class ImageEncoder:
         grid = torch.tensor([[1, rows * self._merge, columns * self._merge]], device=self._device)
         embeddings: torch.Tensor = self._tower(patches_PD, grid_thw=grid).pooler_output
         return embeddings
+
+
+def vision_inputs(
+    sequences: list[Sequence], spans: list[RowSpan], encode: Encode, device: torch.device
+) -> VisionInputs:
+    """Returns the positions of all ids of a step and the embeddings of its images."""
+    parts: list[torch.Tensor] = []
+    embeddings: list[tuple[int, torch.Tensor]] = []
+    first = 0
+    for sequence, span in zip(sequences, spans, strict=True):
+        if sequence.positions is None:
+            parts.append(torch.arange(*span).expand(3, -1))
+        else:
+            parts.append(sequence.positions.within(*span))
+            embeddings += _embeddings(sequence, span, first, encode)
+        first += span.num_tokens
+    return VisionInputs(torch.cat(parts, dim=1).to(device), embeddings)
+
+
+def _embeddings(
+    sequence: Sequence, span: RowSpan, first: int, encode: Encode
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yields the image embeddings within a span, each with its index in the step.
+
+    The embeddings of an image that a step reads only in part are kept for the next step.
+    """
+    for placed in sequence.images:
+        start, stop = max(placed.start, span.start), min(placed.stop, span.stop)
+        if start >= stop:
+            continue
+        embeddings = sequence.image_embeddings.pop(placed.start, None)
+        if embeddings is None:
+            embeddings = encode(placed)
+        if stop < placed.stop:
+            sequence.image_embeddings[placed.start] = embeddings
+        part = embeddings[start - placed.start : stop - placed.start]
+        yield first + start - span.start, part
