@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
-from treadle.agent_loop.row_arguments import row_arguments
+from treadle.agent_loop.row_arguments import Parameters
 from treadle.agent_loop.tools.function_tool import FunctionTool, described
 from treadle.agent_loop.tools.tool import ToolSession
 from treadle.agent_loop.trajectory import Score
@@ -84,7 +84,7 @@ class ToolClass:
     def _arguments(self, call: Callable[..., object], task: AgentTask) -> dict[str, object]:
         """Returns the arguments of the constructor or `reset`; only the former takes settings."""
         settings = self.settings if call is self.made else {}
-        return row_arguments(str(self), call, task.fields, settings)
+        return Parameters.of(call).arguments(str(self), task.fields, settings)
 
     def __str__(self) -> str:
         return f"the class {self.made.__qualname__}"

@@ -29,7 +29,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -41,7 +40,7 @@ from treadle.agent_loop import (
     cannot_load,
     load_import_path,
 )
-from treadle.agent_loop.row_arguments import row_arguments
+from treadle.agent_loop.row_arguments import Parameters
 
 ENTRY_POINTS = "treadle.rewards"
 GROUP = "trajectories"
@@ -49,13 +48,14 @@ _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
 _OF_TRL = ("completions", "prompts")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class UserReward:
     """A function of the user as a reward.
 
     Attributes:
         name: Names it in messages, as the configuration does.
         optional: Whether it may return None.
+        parameters: Parameters beside the trajectory, or the trajectories of a group.
         takes: The name of its first parameter if that is the trajectory, or those of a group; None:
             it has verl's parameters.
 
@@ -65,6 +65,7 @@ class UserReward:
 
     name: str
     function: Callable[..., object]
+    parameters: Parameters
     optional: bool = False
     takes: str | None = None
 
@@ -75,7 +76,7 @@ class UserReward:
             raise SetupError(f"the reward {name!r} is {function!r}, which is not a function")
         parameters = inspect.signature(function).parameters
         if all(each in parameters for each in _VERL_PARAMETERS):
-            return cls(name, function, optional)
+            return cls(name, function, Parameters.of(function), optional)
         first = next((p for p in parameters.values() if p.kind < p.KEYWORD_ONLY), None)
         if first is None or first.name in _OF_TRL:
             raise SetupError(
@@ -83,7 +84,7 @@ class UserReward:
                 f"({GROUP}) for those of a whole group, or verl's ({', '.join(_VERL_PARAMETERS)}, "
                 "extra_info); columns of the row may follow by their names"
             )
-        return cls(name, function, optional, first.name)
+        return cls(name, function, Parameters.of(function, leading=1), optional, first.name)
 
     @property
     def of_group(self) -> bool:
@@ -93,7 +94,8 @@ class UserReward:
     @property
     def is_async(self) -> bool:
         """Whether the function is `async`."""
-        return inspect.iscoroutinefunction(self.function)
+        call: Any = self.function
+        return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(call.__call__)
 
     def check_row(self, fields: Mapping[str, object]) -> None:
         """Raises `SetupError` if a row with these columns lacks a parameter's value."""
@@ -123,7 +125,7 @@ class UserReward:
         """Returns the arguments beside the trajectory; without one, for the check of the row."""
         what = f"the reward {self.name}"
         if self.takes is not None:
-            return row_arguments(what, partial(self.function, None), fields)
+            return self.parameters.arguments(what, fields)
         reward_model, extra = fields.get("reward_model"), fields.get("extra_info")
         info = dict(extra) if isinstance(extra, Mapping) else {}
         turns = {} if trajectory is None else {"num_turns": trajectory.num_turns}
@@ -135,12 +137,12 @@ class UserReward:
             ),
             "extra_info": {**info, **turns},
         }
-        parameters = inspect.signature(self.function).parameters
-        named = {name: value for name, value in known.items() if name in parameters}
-        if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        names = self.parameters.defaults
+        named = {name: value for name, value in known.items() if name in names}
+        if self.parameters.every:
             # As verl's: it may pass on what it gets beside its parameters.
-            fields = {n: v for n, v in fields.items() if n in parameters and n not in known}
-        return row_arguments(what, self.function, fields, named)
+            fields = {n: v for n, v in fields.items() if n in names and n not in known}
+        return self.parameters.arguments(what, fields, named)
 
     def _read(
         self, result: object, given: Trajectory | Sequence[Trajectory]
