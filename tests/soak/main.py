@@ -16,7 +16,8 @@ makes a round again. The directory that is named first keeps the log (`soak.json
 that went wrong.
 
 `--kills N` is a campaign of kills alone, with the fake engine and policy, so that processes start
-fast: rounds follow until N processes were killed.
+fast: rounds follow until N processes were killed. With `--vllm "PYTHON -m
+treadle.rollout_server"`, servers have vLLM from that environment.
 
 The disk is a separate file system (`disk.py`). Where none may be mounted, its faults are left out
 and the log says so.
@@ -27,6 +28,7 @@ What another program leaves in /dev/shm meanwhile is reported too: on a machine 
 
 import argparse
 import json
+import shlex
 import shutil
 import signal
 import sys
@@ -316,6 +318,7 @@ class Soak:
         seed: Of the faults and of the bad requests.
         at_most: Minutes, after which a run that has not ended is a violation.
         disk: For the runs; None: they are in the directory, and the disk is left alone.
+        vllm: The command of a vLLM server; empty: the fake engine.
         kills: Number of processes after whose kill no further round begins: a campaign of kills
             alone, with the fake engine and policy. 0: all faults, for some minutes.
     """
@@ -330,6 +333,7 @@ class Soak:
         at_most: float,
         disk: Disk | None = None,
         kills: int = 0,
+        vllm: Sequence[str] = (),
     ) -> None:
         self._began = time.monotonic()
         self._end = self._began + 60 * at_most
@@ -345,6 +349,7 @@ class Soak:
         self._disk = disk
         self._runs = directory if disk is None else disk.path
         self._kills = kills
+        self._vllm = vllm
         self._kinds = KINDS + WORKER_KINDS + (() if disk is None else DISK_KINDS)
         if kills:
             self._kinds = KILLS
@@ -389,7 +394,13 @@ class Soak:
         return Round(
             run,
             self._output_of(run),
-            settings(self._steps, drawn.schedule, workers=drawn.workers, fake=bool(self._kills)),
+            settings(
+                self._steps,
+                drawn.schedule,
+                workers=drawn.workers,
+                fake=bool(self._kills),
+                vllm=self._vllm,
+            ),
             drawn,
             step_s=self._step_s,
             end=self._end,
@@ -493,6 +504,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--steps", type=int, default=12, help="of each run (default %(default)s)")
     add("--faults", type=int, default=6, help="of each round (default %(default)s)")
     add("--kills", type=int, default=0, help="kill so many processes, and do nothing else")
+    add("--vllm", type=shlex.split, default=(), help="with --kills: the command of a vLLM server")
     add("--directory", type=Path, help="for logs and runs; default: a new one for temporary files")
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -514,6 +526,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 at_most=4 * arguments.minutes + 40 if at_most is None else at_most,
                 disk=disk,
                 kills=arguments.kills,
+                vllm=arguments.vllm,
             ).run(
                 minutes=arguments.minutes, first_round=arguments.first_round, each=arguments.faults
             )

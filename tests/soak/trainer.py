@@ -22,7 +22,7 @@ UNRESPONSIVE_S = 6.0
 MAX_STALENESS = 1
 _BESIDE_TRAINING = ("sync.in_flight=interrupt", "algorithm.correction.weights=token")
 _FAKE = (
-    *("rollout.name=fake", "policy.backend=fake", "launch.max_failures=1000"),
+    *("policy.backend=fake", "launch.max_failures=1000"),
     f"reward.name={score.__module__}:{score.__name__}",
 )
 _SCHEDULES: Mapping[str, tuple[str, ...]] = {
@@ -34,7 +34,12 @@ _SCHEDULES: Mapping[str, tuple[str, ...]] = {
 
 
 def settings(
-    steps: int, schedule: str = "sync", *, workers: bool = False, fake: bool = False
+    steps: int,
+    schedule: str = "sync",
+    *,
+    workers: bool = False,
+    fake: bool = False,
+    vllm: Sequence[str] = (),
 ) -> tuple[str, ...]:
     """Returns the configuration of the run, with `WORKERS` loop workers or none.
 
@@ -46,12 +51,18 @@ def settings(
     Args:
         fake: With the fake engine and policy and without proxies, so that processes start fast,
             and with a run that resumes by itself when it loses its rank.
+        vllm: With `fake`: the command that starts a vLLM server, which takes the fake engine's
+            place.
     """
     # The trainer passes no import path to a command.
     server = ("env", f"PYTHONPATH={child_python_path()}", sys.executable)
     proxied = f"rollout.server_command={json.dumps([*server, '-m', 'soak.proxied_server'])}"
+    engine: tuple[str, ...] = ("rollout.name=fake",)
+    if vllm:
+        command = json.dumps(["env", f"PYTHONPATH={child_python_path()}", *vllm])
+        engine = ("rollout.name=vllm", f"rollout.server_command={command}")
     return (
-        *(_FAKE if fake else (proxied,)),
+        *((*engine, *_FAKE) if fake else (proxied,)),
         f"schedule.kind={schedule}",
         *_SCHEDULES[schedule],
         f"schedule.total_steps={steps}",
