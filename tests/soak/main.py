@@ -16,8 +16,8 @@ makes a round again. The directory that is named first keeps the log (`soak.json
 that went wrong.
 
 `--kills N` is a campaign of kills alone, with the fake engine and policy, so that processes start
-fast: rounds follow until N processes were killed. With `--vllm "PYTHON -m
-treadle.rollout_server"`, servers have vLLM from that environment.
+fast: rounds follow until N processes were killed. With `--vllm
+/opt/vllm/bin/treadle-rollout-server`, servers have vLLM from that environment.
 
 The disk is a separate file system (`disk.py`). Where none may be mounted, its faults are left out
 and the log says so.

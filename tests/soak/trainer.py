@@ -59,8 +59,7 @@ def settings(
     proxied = f"rollout.server_command={json.dumps([*server, '-m', 'soak.proxied_server'])}"
     engine: tuple[str, ...] = ("rollout.name=fake",)
     if vllm:
-        command = json.dumps(["env", f"PYTHONPATH={child_python_path()}", *vllm])
-        engine = ("rollout.name=vllm", f"rollout.server_command={command}")
+        engine = ("rollout.name=vllm", f"rollout.server_command={json.dumps([*vllm])}")
     return (
         *((*engine, *_FAKE) if fake else (proxied,)),
         f"schedule.kind={schedule}",
