@@ -109,20 +109,29 @@ def input_length(sequence: TrainSequence) -> int:
     return int(positions[-1]) if len(positions) else 0
 
 
-def too_long(config: PolicyConfig, sequences: Sequence[TrainSequence]) -> str | None:
-    """Returns what is to be said of sequences that no micro-batch has room for; None: all fit."""
-    room = config.micro_batch_tokens * config.parallel.context
-    lengths = [length for s in sequences if (length := input_length(s)) > room]
-    if not lengths:
-        return None
-    times = "" if config.parallel.context == 1 else " x policy.parallel.context"
-    return (
-        f"{len(lengths)} of {len(sequences)} sequences are longer than the {room} tokens of a "
-        f"micro-batch (policy.micro_batch_tokens{times}), up to {max(lengths)}: each is a "
-        f"micro-batch of its own, which takes {max(lengths) / room:.1f} times the memory that this "
-        "setting is to bound; lower rollout.response_length, raise policy.parallel.context, or set "
-        "policy.recompute"
-    )
+class MicroBatchRoom:
+    """Finds sequences that no micro-batch has room for; says it once, and when they get longer."""
+
+    def __init__(self, config: PolicyConfig) -> None:
+        self._room = self._told = config.micro_batch_tokens * config.parallel.context
+        self._context = config.parallel.context
+
+    def too_long(self, sequences: Sequence[TrainSequence]) -> str | None:
+        """Returns what is to be said of a batch; None: nothing, or nothing new."""
+        lengths = [input_length(sequence) for sequence in sequences]
+        longest = max(lengths, default=0)
+        if longest <= self._told:
+            return None
+        self._told = longest * 5 // 4
+        times = "" if self._context == 1 else " x policy.parallel.context"
+        return (
+            f"{sum(length > self._room for length in lengths)} of {len(lengths)} sequences are "
+            f"longer than the {self._room} tokens of a micro-batch "
+            f"(policy.micro_batch_tokens{times}), up to {longest}: each is a micro-batch of its "
+            f"own, which takes {longest / self._room:.1f} times the memory that this setting is to "
+            "bound; lower rollout.response_length, raise policy.parallel.context, or set "
+            "policy.recompute"
+        )
 
 
 def has_gradient(sequence: TrainSequence) -> bool:

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from treadle.policy.client.batch import (
+    MicroBatchRoom,
     balance,
     has_gradient,
     input_length,
     pack,
     token_weights,
-    too_long,
 )
 from treadle.policy.client.types import LossAggregation, TrainSequence
 from treadle.policy.config.policy import ParallelConfig, PolicyConfig
@@ -114,10 +114,13 @@ def test_pack_keeps_the_budget_and_orders_by_length(
 
 def test_sequences_that_no_micro_batch_has_room_for_are_named() -> None:
     batch = [sequence("." * 20 + "x"), sequence("." * 8 + "x")]  # of 20 and 8 inputs
-    assert too_long(PolicyConfig(micro_batch_tokens=20), batch) is None
-    said = too_long(PolicyConfig(micro_batch_tokens=8), batch)
+    assert MicroBatchRoom(PolicyConfig(micro_batch_tokens=20)).too_long(batch) is None
+    room = MicroBatchRoom(PolicyConfig(micro_batch_tokens=8))
+    said = room.too_long(batch)
     assert said is not None and said.startswith("1 of 2 sequences are longer than the 8 tokens")
     assert "up to 20: each is a micro-batch of its own, which takes 2.5 times" in said
-    two = ParallelConfig(context=2)
-    said = too_long(PolicyConfig(micro_batch_tokens=8, parallel=two), batch)
+    assert room.too_long(batch) is None
+    assert room.too_long([*batch, sequence("." * 30 + "x")]) is not None
+    two = PolicyConfig(micro_batch_tokens=8, parallel=ParallelConfig(context=2))
+    said = MicroBatchRoom(two).too_long(batch)
     assert said is not None and "16 tokens" in said and "x policy.parallel.context)" in said

@@ -71,6 +71,8 @@ def untimed(response: Message) -> Message:
     """Returns a response without what the clock shows."""
     for step in getattr(response, "steps", ()):
         step.time_s = 0.0
+        for name in [name for name in step.metrics if name.startswith("policy/")]:
+            del step.metrics[name]
     if isinstance(response, pb.UpdateResponse):
         response.logprobs_s = 0.0
     return response

@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from treadle.policy.client.batch import too_long
+from treadle.policy.client.batch import MicroBatchRoom
 from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.policy.v1.checkpoint_service_pb2 import LoadRequest, SaveHfRequest, SaveRequest
@@ -75,6 +75,7 @@ class _Steps:
         self._checkpoints = opened.checkpoints
         self._record = opened.record
         self._unsaved: tuple[int, dict[str, float]] | None = None  # None while a step trains
+        self._room = MicroBatchRoom(run.config.policy)
         data = run.config.data
         self._order = DataOrder(
             num_rows=len(run.train.examples),
@@ -109,7 +110,7 @@ class _Steps:
         self._unsaved = None
         with timer.phase("train"), self._record.phase("train"):
             batch = batch_of([self._run.train.examples[row] for row in self._order.batch(step)])
-            if text := too_long(config.policy, batch):
+            if text := self._room.too_long(batch):
                 self._record.note(step, text)
             request = pb.FineTuneRequest(aggregation=config.algorithm.loss_aggregation)
             stats: pb.FineTuneResponse = (await self._policy.call(request, batch))[0]

@@ -14,6 +14,7 @@ from pathlib import Path
 from treadle.agent_loop.aio import concurrently
 from treadle.policy.algorithms.estimators import find_estimator
 from treadle.policy.algorithms.reward_kl import coefficient_after
+from treadle.policy.client.batch import MicroBatchRoom
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.config.weight_sync import FileTransportConfig
 from treadle.policy.v1.checkpoint_service_pb2 import LoadCriticRequest, LoadRequest
@@ -120,6 +121,7 @@ async def build_context(run: CheckedRun, opened: OpenRun) -> AsyncIterator[Train
             record=record,
             group_store=group_store,
             resumed_groups=_resumed_groups(checkpoint, order.batch_size),
+            room=MicroBatchRoom(config.policy),
             batches=_batches(checkpoint),
             kl_coef=coefficient_after(
                 config.algorithm.reward_kl, {} if checkpoint is None else checkpoint.metrics

@@ -15,7 +15,7 @@ from typing import Literal
 from treadle.agent_loop import AgentTask
 from treadle.policy.algorithms.estimators import FoundEstimator
 from treadle.policy.algorithms.reward_kl import Charges
-from treadle.policy.client.batch import of_loss_tokens
+from treadle.policy.client.batch import MicroBatchRoom, of_loss_tokens
 from treadle.policy.client.group import PolicyError, PolicyGroup
 from treadle.policy.client.types import TrainSequence
 from treadle.policy.config.settings import to_json
@@ -85,6 +85,7 @@ class TrainingContext:
         resumed_groups: Where the groups of schedules beside training continue.
         batches: Number of the last batch of rows that was sampled; with dynamic sampling it runs
             ahead of the steps.
+        room: Finds sequences that are longer than a micro-batch.
         surplus: Groups that the next step trains on first.
         unsaved: The last step and its metrics, if the policy has its weights and no checkpoint has
             them; None while a step trains.
@@ -106,6 +107,7 @@ class TrainingContext:
     record: RunRecord
     group_store: GroupStore
     resumed_groups: QueueState
+    room: MicroBatchRoom
     batches: int = 0
     surplus: Sequence[Group] = ()
     kl_coef: float = 0.0

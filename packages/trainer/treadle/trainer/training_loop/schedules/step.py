@@ -12,7 +12,6 @@ from typing import Protocol
 
 from treadle.policy.algorithms.estimators import AdvantageError
 from treadle.policy.algorithms.reward_kl import Charges, coefficient_after
-from treadle.policy.client.batch import too_long
 from treadle.policy.client.types import TokenValues
 from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.trainer.checkpoint.run_directory import Best
@@ -91,7 +90,7 @@ async def train_step(
     batch, charges = await _batch_of(context, step, found, timer)
     await context.log_training(step, found.sampled, batch)
     _report_failures(context, step, batch)
-    if text := too_long(context.config.policy, batch.sequences):
+    if text := context.room.too_long(batch.sequences):
         context.record.note(step, text)
 
     updated, tokens = await _update(context, step, batch, timer)
