@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from treadle.policy.backends.fsdp.model_types import IN_ROWS, MODEL_TYPES, PACKED, REFUSED
+from treadle.policy.backends.fsdp.model_types import IN_ROWS, MODEL_TYPES, PACKED, REFUSED, SHARED
 from treadle.policy.testing.any_model import check_sharding, check_type
 
 FAMILIES = ("glm4_moe", "gemma3_text", "minimax_m2", "mixtral", "qwen3", "qwen3_5_text")
@@ -24,4 +24,11 @@ def test_a_type_is_trained_or_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_model_compute_what_one_does(num_ranks: int, tmp_path: Path) -> None:
-    check_sharding("fsdp", FAMILIES, tmp_path, num_ranks)
+    check_sharding("fsdp", FAMILIES, tmp_path, data=num_ranks)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 4}, {"context": 2, "data": 2}])
+def test_ranks_that_share_rows_compute_what_one_does(sizes: dict[str, int], tmp_path: Path) -> None:
+    """All types with two ranks, else those whose attention differs."""
+    types = sorted(SHARED) if sizes == {"context": 2} else ("deepseek_v3", "gemma3_text", "gpt_oss")
+    check_sharding("fsdp", types, tmp_path, **sizes)

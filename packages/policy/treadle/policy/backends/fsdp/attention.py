@@ -20,6 +20,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from treadle.policy.backends.fsdp.context import Context
+
 NAME: Final = "treadle_packed"
 """What a model's `attn_implementation` is for this."""
 
@@ -28,21 +30,27 @@ _NO_EFFECT: Final = frozenset(
 )
 """What layers give besides: windows are in the mask, and the rest is not used in training."""
 
+_ALONE: Final = Context()
 # The lengths of the sequences in the one row of a forward pass, the longest first, and in its
 # backward pass, which may run it again. A rank computes one micro-batch at a time, but autograd has
 # threads of its own.
 _lengths: Sequence[int] = ()
+_context = _ALONE
 
 
 @contextmanager
-def packed(lengths: Sequence[int]) -> Iterator[None]:
-    """Sets the lengths of the sequences in the row of the passes inside, the longest first."""
-    global _lengths
-    _lengths = lengths
+def packed(lengths: Sequence[int], context: Context = _ALONE) -> Iterator[None]:
+    """Sets the lengths of the sequences in the row of the passes inside, the longest first.
+
+    Args:
+        context: The ranks that share the row.
+    """
+    global _lengths, _context
+    _lengths, _context = lengths, context
     try:
         yield
     finally:
-        _lengths = ()
+        _lengths, _context = (), _ALONE
 
 
 def _mask(*, q_length: int, kv_length: int, use_vmap: bool, **others: Any) -> Tensor | None:
@@ -50,6 +58,7 @@ def _mask(*, q_length: int, kv_length: int, use_vmap: bool, **others: Any) -> Te
     longest = _lengths[0]
     # Boundaries are behind the longest sequence; without them no mask need be made of causal ones.
     others["allow_is_causal_skip"] = not use_vmap
+    others["attention_mask"] = None  # given to have no boundaries looked for, see `net`
     return sdpa_mask(q_length=longest, kv_length=longest, use_vmap=use_vmap, **others)
 
 
@@ -75,11 +84,13 @@ def _attend(
     if unknown := given - _NO_EFFECT:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not packed")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    lengths = list(_lengths)
+    context, lengths = _context, list(_lengths)
+    of_sequences: tuple[Tensor, ...] = (query_BHPD, key_BKPD, value_BKPD)
+    if context.size > 1:
+        of_sequences = context.of_heads(*of_sequences)
+        s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     parts = []
-    for q, k, v in zip(
-        *(x.split(lengths, 2) for x in (query_BHPD, key_BKPD, value_BKPD)), strict=True
-    ):
+    for q, k, v in zip(*(x.split(lengths, 2) for x in of_sequences), strict=True):
         mask = None if attention_mask is None else attention_mask[..., : q.shape[2], : q.shape[2]]
         if softcap is None and s_aux is None:
             part = F.scaled_dot_product_attention(
@@ -94,7 +105,10 @@ def _attend(
         else:
             part = _by_products(q, k, v, mask, scaling, softcap, s_aux)
         parts.append(part)
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    output_BHPD = torch.cat(parts, 2)
+    if context.size > 1:
+        output_BHPD = context.of_positions(output_BHPD)
+    return output_BHPD.transpose(1, 2).contiguous(), None
 
 
 def _by_products(

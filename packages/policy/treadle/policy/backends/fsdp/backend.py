@@ -25,6 +25,7 @@ from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends import adapter
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import lora, weights
+from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.net import Net, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
@@ -32,7 +33,7 @@ from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
 from treadle.policy.backends.offload import copied
-from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
+from treadle.policy.backends.ranks import device, join, save_folder, share, sum_over_ranks
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
 from treadle.policy.client.types import (
@@ -79,7 +80,9 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         self._config, self._settings, self._model_path = config, config.optimizer, model_path
         # The model without new adapters is the one that the run began with; it needs no copy.
         self._begins_bare = bool(config.lora.rank) and config.lora.path is None
-        join(config.parallel, rendezvous or Rendezvous())
+        rendezvous = rendezvous or Rendezvous()
+        join(config.parallel, rendezvous)
+        self._context = context = Context.joined(config.parallel, rendezvous)
         try:
             if self._model.vision is not None:
                 # Here, because it takes a second, which ranks of text models need not spend.
@@ -87,7 +90,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
                 reader = ImageReader(model_path, self._model.vision)
                 self._images = ImagePacker(reader, self._model.vision, has_tower=True)
-            net = Net(load(model_path), chunk=config.logits_chunk_tokens)
+            net = Net(load(model_path), chunk=config.logits_chunk_tokens, context=context)
             net.freeze_tower(frozen=config.freeze_vision_tower)
             if config.lora.rank:
                 lora.adapt(net, config.lora, self._model.adapted(config.lora), seed=config.seed)
@@ -100,7 +103,8 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
                 reference = described.read_model(reference_path)
                 if problems := [*described.reference_problems(self._model, reference)]:
                     raise UnsupportedModelError("\n".join(problems))
-                other = Net(load(reference_path), chunk=config.logits_chunk_tokens)
+                model = load(reference_path)
+                other = Net(model, chunk=config.logits_chunk_tokens, context=context)
                 self._reference = spread(other, config).requires_grad_(requires_grad=False)
             elif keep_reference and not self._begins_bare:
                 self._reference = self._copies()
@@ -117,16 +121,15 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
     @property
     def leads(self) -> bool:
         """See `PolicyBackend.leads`."""
-        return True
+        return self._context.leads
 
     def share(self, frame: Frame | None) -> Frame:
         """See `PolicyBackend.share`."""
-        assert frame is not None, "a rank without siblings leads"
-        return frame
+        return share(frame, self._context.siblings)
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
-        return sum_over_ranks(values_M)
+        return sum_over_ranks(values_M, speaks=self._context.leads)
 
     def _copies(self) -> list[Tensor]:
         """Returns what is trained, as it is now."""
@@ -184,7 +187,8 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences, loss)
-        of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
+        speaks = self._context.leads
+        of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens, speaks=speaks)
         return of_batch.reduce(self.accumulate(batch, computed, of_batch, temperature))
 
     # --- weights and checkpoints ---------------------------------------------------------------
@@ -234,7 +238,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """See `PolicyBackend.make_critic`."""
         from treadle.policy.backends.fsdp.critic import FsdpCritic
 
-        return FsdpCritic(config, self._config, self._model_path, self._images)
+        return FsdpCritic(config, self._config, self._model_path, self._images, self._context)
 
     def close(self) -> None:
         """See `PolicyBackend.close`."""

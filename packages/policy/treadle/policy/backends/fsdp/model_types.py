@@ -20,6 +20,8 @@ _PACKED: Final = """
 """
 PACKED: Final = tuple(_PACKED.split())
 """Sequences go through them packed end to end."""
+SHARED: Final = frozenset(PACKED)
+"""Context ranks share their rows."""
 _IN_ROWS: Final = """
     bailing_hybrid bamba biogpt bloom codegen deepseek_v4 falcon falcon_h1 falcon_mamba gpt_neo
     gpt_neox_japanese gptj granitemoehybrid inkling_text jamba lfm2 lfm2_moe lfm3 mamba mamba2

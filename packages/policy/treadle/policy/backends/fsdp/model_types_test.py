@@ -10,6 +10,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.backends.registry import choose
+from treadle.policy.config.policy import ParallelConfig
 from treadle.policy.testing.any_model import check_sharding, check_type, write_any
 
 PACKED: Final = (
@@ -28,7 +29,21 @@ def test_a_family_is_computed_exactly(model_type: str, tmp_path: Path) -> None:
 def test_ranks_that_share_a_model_compute_what_one_does(tmp_path: Path) -> None:
     """Attention with sinks, latent attention, experts, gated delta nets and Mamba."""
     types = ("deepseek_v3", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_next")
-    check_sharding("fsdp", types, tmp_path, 2)
+    check_sharding("fsdp", types, tmp_path, data=2)
+
+
+def test_what_context_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    described = FsdpDescription()
+    for model_type, count, why in (
+        ("qwen3_next", 2, "layers of 'qwen3_next' see other positions elsewhere"),
+        ("qwen3", 3, "context=3 does not divide the 4 attention heads"),
+        ("qwen3", 4, None),
+    ):
+        write_any(tmp_path / model_type, model_type)
+        model = described.read_model(tmp_path / model_type)
+        problems = [*described.split_problems(model, ParallelConfig(context=count))]
+        assert len(problems) == (why is not None)
+        assert all(str(why) in problem for problem in problems)
 
 
 def test_a_model_has_the_backend_that_computes_it() -> None:
