@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import compress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
+from treadle.policy.backends.fsdp.exchange import exchanged
 from treadle.policy.backends.loss_tokens import LossTokens
 from treadle.policy.backends.ranks import device, siblings_of
 
@@ -123,8 +124,8 @@ class Context:
     def _exchanged(self, blocks: Tensor) -> Tensor:
         # Before the model is on its device, it is tried on the host.
         group = self.group if blocks.device == device() else self.siblings
-        exchanged: Tensor = _Exchange.apply(blocks, group)  # type: ignore[no-untyped-call]
-        return exchanged
+        assert group is not None
+        return exchanged(blocks, group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,20 +140,3 @@ class OwnTokens:
     def of_all_ranks(self, values_M: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Returns the [T] values of all ranks; collective over the context group."""
         return values_M if self.tokens is None else self.tokens.of_all_ranks(values_M)
-
-
-class _Exchange(torch.autograd.Function):
-    """Gives each rank its block of every rank, and in the backward pass the gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, blocks: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty_like(blocks, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(received, blocks.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        returned = torch.empty_like(gradient, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(returned, gradient.contiguous(), group=ctx.group)
-        return returned, None

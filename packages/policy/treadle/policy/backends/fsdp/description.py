@@ -22,7 +22,12 @@ from treadle.policy.backends.description import (
     raised,
     refuse_quantised,
 )
-from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED, SHARED
+from treadle.policy.backends.fsdp.model_types import (
+    MODEL_TYPES,
+    OWN_EXPERTS,
+    REFUSED,
+    SHARED,
+)
 from treadle.policy.backends.vision.shape import NAMING, VisionShape, check_reference
 from treadle.policy.client.hf_files import (
     DEQUANTISED,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_8BIT: Final = (
     "policy.optimizer.name=adamw8bit needs bitsandbytes: pip install 'treadle-policy[adamw8bit]'"
 )
@@ -51,10 +57,12 @@ class FsdpModel(ModelShape):
 
     Attributes:
         ffn_size: Columns of the feed-forward part, of all experts that a token goes to.
+        num_experts: Experts of a layer that ranks can share; 0 of a dense model.
         shapes: Shape of each tensor in the folder's files, by name; empty where there are none.
     """
 
     ffn_size: int
+    num_experts: int
     vision: VisionShape | None
     shapes: Mapping[str, Sequence[int]]
 
@@ -96,7 +104,7 @@ class FsdpDescription(BackendDescription):
 
     name: ClassVar[BackendName] = "fsdp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        parallel=frozenset({"data", "context"}),
+        parallel=frozenset({"data", "context", "expert"}),
         dtypes=("float32", "bfloat16"),
         optimizers=("adamw", "adamw8bit", "muon"),
         lora=True,
@@ -156,6 +164,7 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
+            num_experts=0 if model_type in OWN_EXPERTS else size(*_EXPERTS),
             vision=VisionShape.from_config(whole),
             shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
@@ -173,6 +182,12 @@ class FsdpDescription(BackendDescription):
             yield (
                 f"policy.parallel.context={count} does not divide the {model.num_heads} attention "
                 "heads, of which each rank has equally many"
+            )
+        count = parallel.expert
+        if count > 1 and (not model.num_experts or model.num_experts % count):
+            yield (
+                f"policy.parallel.expert={count} does not divide the {model.num_experts} experts "
+                f"of a layer of {model.model_type!r} that ranks can share"
             )
 
     def training_problems(self, model: FsdpModel, policy: PolicyConfig) -> Iterator[str]:

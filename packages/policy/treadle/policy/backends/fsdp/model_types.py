@@ -31,6 +31,8 @@ _IN_ROWS: Final = """
 IN_ROWS: Final = tuple(_IN_ROWS.split())
 """Each sequence has a row of its own."""
 MODEL_TYPES: Final = (*PACKED, *IN_ROWS)
+OWN_EXPERTS: Final = frozenset(("jetmoe", "llama4_text"))
+"""Their experts are not behind the interface of transformers, and ranks do not share them."""
 
 _REASONS: Final[Mapping[str, str]] = {
     "it is an encoder: its positions see later ones": """

@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from treadle.policy.backends.description import UnsupportedModelError
-from treadle.policy.backends.fsdp import attention
+from treadle.policy.backends.fsdp import attention, experts
 from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
@@ -273,6 +274,8 @@ def spread(net: Net, config: PolicyConfig) -> Net:
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
         )
         mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        if config.parallel.expert > 1:
+            experts.spread(net, config.parallel.expert, precision)
         for layer in net.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(net, mesh=mesh, mp_policy=precision)
@@ -284,7 +287,8 @@ def spread(net: Net, config: PolicyConfig) -> Net:
 
 def _reach_all(layer: nn.Module, _: Any, output: Any) -> Any:
     """Returns the output of a layer, from which a gradient reaches all its parameters."""
-    trained = [p for p in layer.parameters() if p.requires_grad]
+    # Experts that ranks share have their own part of FSDP, and always a gradient.
+    trained = [p for p in layer.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not (torch.is_grad_enabled() and trained):
         return output
     if isinstance(output, Tensor):
