@@ -3,6 +3,7 @@
 `policy.backend` is not set: Megatron-core computes none of them.
 """
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from treadle.policy.testing.any_model import write_any
 from treadle.trainer.demo import DEMO
 
+from .families import CASES, run_case
 from .testing import SMALL, Trainer
 
 pytestmark = pytest.mark.timeout(600)
@@ -52,3 +54,13 @@ def test_what_is_trained_is_served(
         assert line["rollout/logprob_diff_max"] < 1e-4
         assert line["weights/version"] == line["step"]
     assert lines[-1]["actor/kl_loss"] > 1e-4
+
+
+@pytest.mark.skipif("TREADLE_TEST_DATA" not in os.environ, reason="it names no templates")
+@pytest.mark.parametrize("name", ["Kimi K2", "gpt-oss"])
+def test_calls_in_the_form_of_the_family_are_read(name: str, tmp_path: Path) -> None:
+    """With its own template and parser; all families: `families.py`."""
+    (case,) = (case for case in CASES if case.name == name)
+    outcome = run_case(case, Path(os.environ["TREADLE_TEST_DATA"]), tmp_path)
+    assert outcome.agrees
+    assert outcome.called > 0

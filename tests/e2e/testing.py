@@ -33,10 +33,13 @@ SMALL = (
 class Trainer:
     """A running trainer."""
 
-    def __init__(self, run_dir: Path, arguments: Sequence[str]) -> None:
+    def __init__(
+        self, run_dir: Path, arguments: Sequence[str], *, command: Sequence[str] = ()
+    ) -> None:
         self.run_dir = run_dir
+        program = (sys.executable, "-m", "treadle.trainer.main", *command)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "treadle.trainer.main", f"run.dir={run_dir}", *arguments],
+            [*program, f"run.dir={run_dir}", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

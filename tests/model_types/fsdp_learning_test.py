@@ -1,12 +1,14 @@
 """Every type of model that the FSDP backend claims, and no type of transformers without a word."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from treadle.policy.backends.fsdp.model_types import IN_ROWS, MODEL_TYPES, PACKED, REFUSED
-from treadle.policy.testing.any_model import check_sharding, check_type
+from treadle.policy.backends.fsdp.description import FsdpDescription
+from treadle.policy.backends.fsdp.model_types import IN_ROWS, MODEL_TYPES, PACKED, REFUSED, SHARED
+from treadle.policy.testing.any_model import check_sharding, check_type, tiny_config
 
 FAMILIES = ("glm4_moe", "gemma3_text", "minimax_m2", "mixtral", "qwen3", "qwen3_5_text")
 
@@ -24,4 +26,28 @@ def test_a_type_is_trained_or_refused_with_a_reason() -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_ranks_that_share_a_model_compute_what_one_does(num_ranks: int, tmp_path: Path) -> None:
-    check_sharding("fsdp", FAMILIES, tmp_path, num_ranks)
+    check_sharding("fsdp", FAMILIES, tmp_path, data=num_ranks)
+
+
+@pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 4}, {"context": 2, "data": 2}])
+def test_ranks_that_share_rows_compute_what_one_does(sizes: dict[str, int], tmp_path: Path) -> None:
+    """All types with two ranks, else those whose attention differs."""
+    types = sorted(SHARED) if sizes == {"context": 2} else ("deepseek_v3", "gemma3_text", "gpt_oss")
+    check_sharding("fsdp", types, tmp_path, **sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 4}, {"data": 2, "context": 2}])
+def test_ranks_that_share_experts_compute_what_one_does(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    """All types that have experts with two ranks, else those whose experts differ."""
+    types: Sequence[str] = ("deepseek_v3", "gpt_oss", "qwen3_moe")
+    if sizes == {"data": 2}:
+        types = [t for t in MODEL_TYPES if _has_experts(tmp_path / "described" / t, t)]
+        assert len(types) > 40
+    check_sharding("fsdp", types, tmp_path / "models", **sizes, expert=2)
+
+
+def _has_experts(folder: Path, model_type: str) -> bool:
+    tiny_config(model_type).save_pretrained(folder)
+    return FsdpDescription().read_model(folder).num_experts > 0

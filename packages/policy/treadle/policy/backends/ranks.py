@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,9 +17,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from treadle.policy.backend import CheckpointError, Rendezvous
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
 
+    from treadle.policy.backend import Frame
     from treadle.policy.config.policy import ParallelConfig
 
 CPU: Final = torch.device("cpu")
@@ -78,6 +79,40 @@ def _store(place: Rendezvous) -> Any:
         timeout=timedelta(seconds=place.timeout_s),
         master_listen_fd=place.listener,
     )
+
+
+def siblings_of(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup | None:
+    """Makes the groups of the ranks that compute the same sequences; returns this rank's."""
+    if parallel.num_ranks == parallel.data:
+        return None
+    mine: dist.ProcessGroup | None = None
+    for number in range(parallel.data):
+        ranks = [r for r in range(parallel.num_ranks) if parallel.data_rank(r) == number]
+        # Sequences come from the driver into the host's memory, so gloo carries them.
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo")
+        if dist.get_rank() in ranks:
+            mine = group
+    return mine
+
+
+def share(frame: Frame | None, siblings: dist.ProcessGroup | None) -> Frame:
+    """Returns what the first of some ranks gives; collective over them.
+
+    Args:
+        frame: The first rank's bytes; None on the others.
+        siblings: On the host's network; None: this rank alone.
+    """
+    if siblings is None:
+        assert frame is not None, "a rank without siblings leads"
+        return frame
+    size = torch.tensor([0 if frame is None else memoryview(frame).nbytes])
+    dist.broadcast(size, group=siblings, group_src=0)
+    if frame is None:
+        frame = bytearray(int(size))
+    if int(size):
+        received = torch.from_numpy(np.frombuffer(frame, np.uint8))
+        dist.broadcast(received, group=siblings, group_src=0)
+    return frame
 
 
 def sum_over_ranks(values_M: NDArray[np.float32], *, speaks: bool = True) -> NDArray[np.float32]:

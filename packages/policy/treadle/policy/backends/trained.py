@@ -7,20 +7,27 @@ Between calls it holds parameters, optimizer state and, after `forward_backward`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
 
 from treadle.policy.backend import CheckpointError
+from treadle.policy.backends.offload import copied
+from treadle.policy.backends.ranks import save_folder
 from treadle.policy.client.types import OptimizerStats
 from treadle.policy.rank_time import spent_on
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.adapter import CollectedAdapter
     from treadle.policy.backends.offload import Offload
-    from treadle.policy.client.types import OffloadReport
-    from treadle.policy.config.policy import AdamSettings, OptimizerConfig
+    from treadle.policy.client.types import OffloadReport, TrainSequence
+    from treadle.policy.config.policy import AdamSettings, OptimizerConfig, PolicyConfig
 
 
 class ModelOptimizer(Protocol):
@@ -106,4 +113,78 @@ class Trained:
 
     def weights_are_finite(self) -> bool:
         """See `PolicyBackend.weights_are_finite`."""
+        raise NotImplementedError
+
+
+class TrainedPolicy(Trained):
+    """What policies have besides: a reference, and an adapter to write.
+
+    The reference is another model, or a copy of what is trained, or the model without the adapters
+    that the run began with, which needs no copy.
+    """
+
+    _config: PolicyConfig
+    _reference: Any = None
+
+    @property
+    def _begins_bare(self) -> bool:
+        return bool(self._config.lora.rank) and self._config.lora.path is None
+
+    def _copies(self) -> list[Tensor]:
+        """Returns what is trained, as it is now."""
+        to_host = self._config.offload.reference
+        return [copied(own, to_host=to_host) for own in self._trained()]
+
+    @torch.no_grad()
+    def reference_logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `PolicyBackend.reference_logprobs`."""
+        if isinstance(self._reference, torch.nn.Module):
+            self._offload.restore("reference")
+            try:
+                return self._logprobs(self._reference, sequences, temperature)
+            finally:
+                self._offload.release("reference")
+        if self._begins_bare:
+            with self._without_adapters():
+                return self.logprobs(sequences, temperature=temperature)
+        if self._reference is None:
+            raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
+        self._offload.restore("parameters")
+        trained, current = list(self._trained()), self._copies()
+        try:
+            torch._foreach_copy_(trained, self._reference)
+            return self.logprobs(sequences, temperature=temperature)
+        finally:
+            torch._foreach_copy_(trained, current)
+
+    def save_adapter(self, folder: Path) -> None:
+        """See `PolicyBackend.save_adapter`."""
+        if (collected := self._adapter()) is None:
+            raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
+        save_folder(collected.write, folder)
+
+    def logprobs(
+        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    ) -> list[FloatArray]:
+        """See `PolicyBackend.logprobs`."""
+        raise NotImplementedError
+
+    def _logprobs(
+        self, model: Any, sequences: Sequence[TrainSequence], temperature: float
+    ) -> list[FloatArray]:
+        """Returns the log-probabilities of a model that is not trained."""
+        raise NotImplementedError
+
+    def _trained(self) -> Iterator[Tensor]:
+        """Yields this rank's part of what is trained, on the device."""
+        raise NotImplementedError
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        """Returns what switches adapters off."""
+        raise NotImplementedError
+
+    def _adapter(self) -> CollectedAdapter | None:
+        """Returns the adapter, whole on rank 0, None without LoRA; collective."""
         raise NotImplementedError

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from treadle.policy.backends import varlen
+from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.ranks import device
 from treadle.policy.backends.varlen import Bounds
 
@@ -33,24 +34,30 @@ _NO_EFFECT: Final = frozenset(
 )
 """What layers give besides: windows are in the mask, and the rest is not used in training."""
 
+_ALONE: Final = Context()
 # The lengths of the sequences in the one row of a forward pass, the longest first, and in its
 # backward pass, which may run it again. A rank computes one micro-batch at a time, but autograd has
 # threads of its own.
 _lengths: Sequence[int] = ()
 _bounds: Bounds | None = None
 """The same for a GPU's kernel."""
+_context = _ALONE
 
 
 @contextmanager
-def packed(lengths: Sequence[int]) -> Iterator[None]:
-    """Sets the lengths of the sequences in the row of the passes inside, the longest first."""
-    global _lengths, _bounds
-    _lengths, at = lengths, device()
+def packed(lengths: Sequence[int], context: Context = _ALONE) -> Iterator[None]:
+    """Sets the lengths of the sequences in the row of the passes inside, the longest first.
+
+    Args:
+        context: The ranks that share the row.
+    """
+    global _lengths, _bounds, _context
+    _lengths, _context, at = lengths, context, device()
     _bounds = Bounds.of_lengths(lengths, at) if lengths and at.type == "cuda" else None
     try:
         yield
     finally:
-        _lengths, _bounds = (), None
+        _lengths, _bounds, _context = (), None, _ALONE
 
 
 def _mask(*, q_length: int, kv_length: int, use_vmap: bool, **others: Any) -> Tensor | None:
@@ -58,6 +65,7 @@ def _mask(*, q_length: int, kv_length: int, use_vmap: bool, **others: Any) -> Te
     longest = _lengths[0]
     # Boundaries are behind the longest sequence; without them no mask need be made of causal ones.
     others["allow_is_causal_skip"] = not use_vmap
+    others["attention_mask"] = None  # given to have no boundaries looked for, see `net`
     return sdpa_mask(q_length=longest, kv_length=longest, use_vmap=use_vmap, **others)
 
 
@@ -83,15 +91,18 @@ def _attend(
     if unknown := given - _NO_EFFECT:
         raise ValueError(f"attention with {', '.join(sorted(unknown))} is not packed")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    context, lengths = _context, list(_lengths)
+    of_sequences: tuple[Tensor, ...] = (query_BHPD, key_BKPD, value_BKPD)
+    if context.size > 1:
+        of_sequences = context.of_heads(*of_sequences)
+        s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     is_plain = attention_mask is None and softcap is None and s_aux is None
     if is_plain and causal and _bounds is not None and varlen.can_attend(query_BHPD):
-        query, key, value = (x[0].transpose(0, 1) for x in (query_BHPD, key_BKPD, value_BKPD))
-        return varlen.attend(query, key, value, _bounds, scale=scaling)[None], None
-    lengths = list(_lengths)
+        query, key, value = (x[0].transpose(0, 1) for x in of_sequences)
+        output = varlen.attend(query, key, value, _bounds, scale=scaling)
+        return _own_positions(output.transpose(0, 1)[None]), None
     parts = []
-    for q, k, v in zip(
-        *(x.split(lengths, 2) for x in (query_BHPD, key_BKPD, value_BKPD)), strict=True
-    ):
+    for q, k, v in zip(*(x.split(lengths, 2) for x in of_sequences), strict=True):
         mask = None if attention_mask is None else attention_mask[..., : q.shape[2], : q.shape[2]]
         if softcap is None and s_aux is None:
             part = F.scaled_dot_product_attention(
@@ -106,7 +117,14 @@ def _attend(
         else:
             part = _by_products(q, k, v, mask, scaling, softcap, s_aux)
         parts.append(part)
-    return torch.cat(parts, 2).transpose(1, 2).contiguous(), None
+    return _own_positions(torch.cat(parts, 2)), None
+
+
+def _own_positions(output_BHPD: Tensor) -> Tensor:
+    """Returns [B, P, H, D] with the positions of this rank, as transformers expect it."""
+    if _context.size > 1:
+        output_BHPD = _context.of_positions(output_BHPD)
+    return output_BHPD.transpose(1, 2).contiguous()
 
 
 def _by_products(

@@ -13,6 +13,7 @@ Shape suffix: M loss tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,14 +26,15 @@ from treadle.policy.backend import LossFn, PolicyBackend, Rendezvous
 from treadle.policy.backends import adapter
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import lora, weights
+from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.net import Net, load, spread
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute
-from treadle.policy.backends.offload import copied
-from treadle.policy.backends.ranks import device, join, save_folder, sum_over_ranks
+from treadle.policy.backends.ranks import device, join, share, sum_over_ranks
+from treadle.policy.backends.trained import TrainedPolicy
 from treadle.policy.backends.usage import ModelWork
 from treadle.policy.backends.vision.rows import ImagePacker
 from treadle.policy.client.batch import token_weights
@@ -54,7 +56,7 @@ if TYPE_CHECKING:
     from treadle.policy.config.policy import PolicyConfig
 
 
-class FsdpPolicy(TrainedNet, PolicyBackend):
+class FsdpPolicy(TrainedNet, TrainedPolicy, PolicyBackend):
     """`PolicyBackend` on transformers' modules and torch's FSDP2."""
 
     def __init__(
@@ -78,9 +80,9 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         if problems := [*described.training_problems(self._model, config)]:
             raise ValueError("\n".join(problems))
         self._config, self._settings, self._model_path = config, config.optimizer, model_path
-        # The model without new adapters is the one that the run began with; it needs no copy.
-        self._begins_bare = bool(config.lora.rank) and config.lora.path is None
-        join(config.parallel, rendezvous or Rendezvous())
+        rendezvous = rendezvous or Rendezvous()
+        join(config.parallel, rendezvous)
+        self._context = context = Context.joined(config.parallel, rendezvous)
         try:
             if self._model.vision is not None:
                 # Here, because it takes a second, which ranks of text models need not spend.
@@ -88,20 +90,20 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
 
                 reader = ImageReader(model_path, self._model.vision)
                 self._images = ImagePacker(reader, self._model.vision, has_tower=True)
-            net = Net(load(model_path), chunk=config.logits_chunk_tokens)
+            net = Net(load(model_path), chunk=config.logits_chunk_tokens, context=context)
             net.freeze_tower(frozen=config.freeze_vision_tower)
             if config.lora.rank:
                 lora.adapt(net, config.lora, self._model.adapted(config.lora), seed=config.seed)
             self._net = spread(net, config)
             self._optimizer = Optimizer(self._net, config.optimizer)
-            self._reference: Net | list[Tensor] | None = None
             self._offload = self._offload_of(config.offload, reference=self._other_reference)
             if keep_reference and reference_path is not None:
                 self.release_memory()  # the reference may need it
                 reference = described.read_model(reference_path)
                 if problems := [*described.reference_problems(self._model, reference)]:
                     raise UnsupportedModelError("\n".join(problems))
-                other = Net(load(reference_path), chunk=config.logits_chunk_tokens)
+                model = load(reference_path)
+                other = Net(model, chunk=config.logits_chunk_tokens, context=context)
                 self._reference = spread(other, config).requires_grad_(requires_grad=False)
             elif keep_reference and not self._begins_bare:
                 self._reference = self._copies()
@@ -118,21 +120,18 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
     @property
     def leads(self) -> bool:
         """See `PolicyBackend.leads`."""
-        return True
+        return self._context.leads
 
     def share(self, frame: Frame | None) -> Frame:
         """See `PolicyBackend.share`."""
-        assert frame is not None, "a rank without siblings leads"
-        return frame
+        return share(frame, self._context.siblings)
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
         """See `PolicyBackend.sum_over_shards`."""
-        return sum_over_ranks(values_M)
+        return sum_over_ranks(values_M, speaks=self._context.leads)
 
-    def _copies(self) -> list[Tensor]:
-        """Returns what is trained, as it is now."""
-        to_host = self._config.offload.reference
-        return [copied(own, to_host=to_host) for own in self._optimizer.shards.values()]
+    def _trained(self) -> Iterator[Tensor]:
+        yield from self._optimizer.shards.values()
 
     def _other_reference(self) -> Iterator[Tensor]:
         if isinstance(self._reference, Net):
@@ -147,29 +146,13 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         self._offload.restore("parameters")
         return self.evaluate(self._net, sequences, temperature)
 
-    @torch.no_grad()
-    def reference_logprobs(
-        self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
+    def _logprobs(
+        self, model: Net, sequences: Sequence[TrainSequence], temperature: float
     ) -> list[FloatArray]:
-        """See `PolicyBackend.reference_logprobs`."""
-        if isinstance(self._reference, Net):
-            self._offload.restore("reference")
-            try:
-                return self.evaluate(self._reference, sequences, temperature)
-            finally:
-                self._offload.release("reference")
-        if self._begins_bare:
-            with lora.switched_off(self._net):
-                return self.logprobs(sequences, temperature=temperature)
-        if self._reference is None:
-            raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
-        self._offload.restore("parameters")
-        shards, current = list(self._optimizer.shards.values()), self._copies()
-        try:
-            torch._foreach_copy_(shards, self._reference)
-            return self.logprobs(sequences, temperature=temperature)
-        finally:
-            torch._foreach_copy_(shards, current)
+        return self.evaluate(model, sequences, temperature)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        return lora.switched_off(self._net)
 
     def add_gradient(
         self,
@@ -185,7 +168,8 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences, loss)
-        of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens)
+        speaks = self._context.leads
+        of_batch = PolicyLoss(loss, batch, computed, keep_tokens=keep_tokens, speaks=speaks)
         count = self.accumulate(batch, computed, of_batch, temperature)
         return lambda: of_batch.reduce(count)
 
@@ -209,14 +193,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         everything = chain(self.export_weights(), weights.constants(self._net))
         write_together(everything, folder, like=self._model_path, adapter=self._adapter())
 
-    def save_adapter(self, folder: Path) -> None:
-        """See `PolicyBackend.save_adapter`."""
-        if (collected := self._adapter()) is None:
-            raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
-        save_folder(collected.write, folder)
-
     def _adapter(self) -> adapter.CollectedAdapter | None:
-        """Returns the adapter, None without LoRA; collective."""
         if not self._net.lora_scaling:
             return None
         self._offload.restore("parameters")
@@ -240,7 +217,7 @@ class FsdpPolicy(TrainedNet, PolicyBackend):
         """See `PolicyBackend.make_critic`."""
         from treadle.policy.backends.fsdp.critic import FsdpCritic
 
-        return FsdpCritic(config, self._config, self._model_path, self._images)
+        return FsdpCritic(config, self._config, self._model_path, self._images, self._context)
 
     def close(self) -> None:
         """See `PolicyBackend.close`."""

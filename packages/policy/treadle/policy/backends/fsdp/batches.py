@@ -29,7 +29,8 @@ class MicroBatch(MicroBatchTokens):
     """The input of one forward pass on one rank.
 
     Attributes:
-        lengths: Packed sequences' lengths, the longest first; none where each row is one sequence.
+        lengths: Packed sequences' lengths, the longest first, and 1 of each position that fills
+            them up; none where each row is one sequence.
         images: Which positions are images; None where none is.
         positions_31P: In time, height and width; None where they are those of text.
         predictors_T: The position that predicts each loss token, counted over all rows.
@@ -60,12 +61,14 @@ class Batch(LossBatch):
         *,
         at: torch.device,
         packs: bool,
+        multiple: int = 1,
         images: ImagePacker | None = None,
     ) -> None:
         """Takes the whole batch; see `LossBatch`.
 
         Args:
             packs: Whether sequences are end to end in one row.
+            multiple: Number of which the positions of such a row are a multiple; it is filled up.
             images: Finds the images of a model that sees; None: it reads text only.
 
         Raises:
@@ -74,7 +77,7 @@ class Batch(LossBatch):
         if images is None and any(sequence.images for sequence in sequences):
             raise ValueError("sequences have images, and the model has no vision tower")
         super().__init__(sequences, weights, at=at)
-        self._packs, self._images = packs, images
+        self._packs, self._multiple, self._images = packs, multiple, images
         if images is not None:
             images.start_batch()
 
@@ -104,6 +107,7 @@ class Batch(LossBatch):
         parts = [np.asarray(s.ids)[:n] for s, n in zip(chosen, lengths, strict=True)]
         if self._packs:
             ids = np.concatenate(parts)[None]
+            ids = np.pad(ids, ((0, 0), (0, -ids.shape[1] % self._multiple)))
             starts = [0, *accumulate(lengths[:-1])]
         else:
             ids = np.zeros((len(parts), lengths[0]), dtype=np.int64)
@@ -120,7 +124,7 @@ class Batch(LossBatch):
             loss_tokens["positions_31P"] = torch.from_numpy(positions)[:, None].to(self._at)
         return MicroBatch(
             ids_BP=to_device(ids.astype(np.int64), self._at),
-            lengths=lengths if self._packs else (),
+            lengths=[*lengths, *[1] * (ids.shape[1] - sum(lengths))] if self._packs else (),
             predictors_T=self._joined(before, np.int64),
             targets_T=self._joined(targets, np.int64),
             is_blank=is_blank,
@@ -142,7 +146,7 @@ class Batch(LossBatch):
             selected=(False, False) if self.has("selected") else None,
             **floats,
         )
-        batch = Batch([sequence], [0.0], at=self._at, packs=self._packs)
+        batch = Batch([sequence], [0.0], at=self._at, packs=self._packs, multiple=self._multiple)
         return batch.micro_batch([0], is_blank=True)
 
 

@@ -16,6 +16,7 @@ from treadle.policy.client.batch import token_weights
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.fsdp.context import Context
     from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import LossAggregation, StepStats, TrainSequence
     from treadle.policy.config.critic import CriticConfig
@@ -31,19 +32,21 @@ class FsdpCritic(TrainedNet, CriticBackend):
         like: PolicyConfig,
         model_path: Path,
         images: ImagePacker | None,
+        context: Context,
     ) -> None:
         """Loads the decoder's weights, all of which are trained; the value head begins at 0.
 
         Args:
             like: The policy's settings, of which it takes precision and memory.
             images: Finds the images of a model that sees.
+            context: Place of this rank, as the policy has it.
 
         Raises:
             UnsupportedModelError: The model gives no hidden states.
         """
-        self._images = images
+        self._images, self._context = images, context
         self._clip, self._config, self._settings = config.clip_value, like, config.optimizer
-        net = ValueNet(load(model_path), chunk=like.logits_chunk_tokens)
+        net = ValueNet(load(model_path), chunk=like.logits_chunk_tokens, context=context)
         net.freeze_tower(frozen=like.freeze_vision_tower)
         self._net = spread(net, like)
         self._optimizer = Optimizer(self._net, config.optimizer)
@@ -67,7 +70,7 @@ class FsdpCritic(TrainedNet, CriticBackend):
         of_tokens = token_weights(sequences, aggregation, aggregation_length)
         batch = self._batch(self._net, sequences, of_tokens)
         computed = to_compute(sequences)
-        loss = ValueLoss(batch, computed, clip=self._clip)
+        loss = ValueLoss(batch, computed, clip=self._clip, speaks=self._context.leads)
         count = self.accumulate(batch, computed, loss)
         applied = self.optimizer_step()
         return step_stats(loss.reduce(count), applied, time_s=time.perf_counter() - began)

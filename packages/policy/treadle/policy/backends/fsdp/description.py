@@ -22,7 +22,12 @@ from treadle.policy.backends.description import (
     raised,
     refuse_quantised,
 )
-from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
+from treadle.policy.backends.fsdp.model_types import (
+    MODEL_TYPES,
+    OWN_EXPERTS,
+    REFUSED,
+    SHARED,
+)
 from treadle.policy.backends.vision.shape import NAMING, VisionShape, check_reference
 from treadle.policy.client.hf_files import (
     DEQUANTISED,
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
+_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_8BIT: Final = (
     "policy.optimizer.name=adamw8bit needs bitsandbytes: pip install 'treadle-policy[adamw8bit]'"
 )
@@ -51,10 +57,12 @@ class FsdpModel(ModelShape):
 
     Attributes:
         ffn_size: Columns of the feed-forward part, of all experts that a token goes to.
+        num_experts: Experts of a layer that ranks can share; 0 of a dense model.
         shapes: Shape of each tensor in the folder's files, by name; empty where there are none.
     """
 
     ffn_size: int
+    num_experts: int
     vision: VisionShape | None
     shapes: Mapping[str, Sequence[int]]
 
@@ -96,7 +104,7 @@ class FsdpDescription(BackendDescription):
 
     name: ClassVar[BackendName] = "fsdp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        parallel=frozenset({"data"}),
+        parallel=frozenset({"data", "context", "expert"}),
         dtypes=("float32", "bfloat16"),
         optimizers=("adamw", "adamw8bit", "muon"),
         lora=True,
@@ -156,13 +164,31 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
+            num_experts=0 if model_type in OWN_EXPERTS else size(*_EXPERTS),
             vision=VisionShape.from_config(whole),
             shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
 
     def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
         """See `BackendDescription.split_problems`; any number of ranks shards any model."""
-        return iter(())
+        count = parallel.context
+        if count > 1 and model.model_type not in SHARED:
+            yield (
+                f"policy.parallel.context={count}: layers of {model.model_type!r} see other "
+                "positions elsewhere than in attention over packed sequences, and ranks do not "
+                "share rows of images; set policy.parallel.context=1"
+            )
+        elif model.num_heads % count:
+            yield (
+                f"policy.parallel.context={count} does not divide the {model.num_heads} attention "
+                "heads, of which each rank has equally many"
+            )
+        count = parallel.expert
+        if count > 1 and (not model.num_experts or model.num_experts % count):
+            yield (
+                f"policy.parallel.expert={count} does not divide the {model.num_experts} experts "
+                f"of a layer of {model.model_type!r} that ranks can share"
+            )
 
     def training_problems(self, model: FsdpModel, policy: PolicyConfig) -> Iterator[str]:
         """See `BackendDescription.training_problems`."""
@@ -215,28 +241,30 @@ class FsdpDescription(BackendDescription):
         outside += model.num_tower_parameters
         of_layers = 0 if adapters else max(0, model.num_parameters - outside)
         saved = {"adamw": 0, "adamw8bit": 6, "muon": 4}[policy.optimizer.name] * of_layers
-        own = 4 * (model.num_parameters + adapters) // policy.parallel.data
-        trained = 4 * adapters // policy.parallel.data if adapters else own
+        ranks = policy.parallel.num_ranks
+        rows = -(-rows // policy.parallel.context)
+        own = 4 * (model.num_parameters + adapters) // ranks
+        trained = 4 * adapters // ranks if adapters else own
         if not adapters and policy.freeze_vision_tower:
-            trained -= 4 * model.num_tower_parameters // policy.parallel.data
+            trained -= 4 * model.num_tower_parameters // ranks
         # New adapters are switched off for the reference, which needs no copy.
         is_bare = other_reference is None and adapters and policy.lora.path is None
         copied = 0 if is_bare else reference * trained
         if other_reference is not None:
-            copied = reference * 4 * other_reference.num_parameters // policy.parallel.data
+            copied = reference * 4 * other_reference.num_parameters // ranks
         heads = model.num_heads * model.head_dim
         layer = size * rows * (8 * model.hidden_size + 5 * model.ffn_size + 4 * heads)
         kept = model.num_layers * layer
         if policy.recompute == "full":
             kept = model.num_layers * size * rows * model.hidden_size + layer
         whole = 0
-        if policy.parallel.data > 1 or policy.dtype == "bfloat16":
+        if ranks > 1 or policy.dtype == "bfloat16":
             whole = 2 * size * model.num_parameters // max(1, model.num_layers)
         logits = 16 * min(rows, policy.logits_chunk_tokens) * model.vocab_size
         return MemoryEstimate(
             weights=own,
             gradients=trained,
-            optimizer=2 * trained - saved // policy.parallel.data,
+            optimizer=2 * trained - saved // ranks,
             reference=copied,
             activations=kept + whole + logits,
             exchanged=0 if other_reference else copied,

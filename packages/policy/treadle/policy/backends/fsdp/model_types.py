@@ -20,6 +20,8 @@ _PACKED: Final = """
 """
 PACKED: Final = tuple(_PACKED.split())
 """Sequences go through them packed end to end."""
+SHARED: Final = frozenset(PACKED)
+"""Context ranks share their rows."""
 _IN_ROWS: Final = """
     bailing_hybrid bamba biogpt bloom codegen deepseek_v4 falcon falcon_h1 falcon_mamba gpt_neo
     gpt_neox_japanese gptj granitemoehybrid inkling_text jamba lfm2 lfm2_moe lfm3 mamba mamba2
@@ -29,6 +31,8 @@ _IN_ROWS: Final = """
 IN_ROWS: Final = tuple(_IN_ROWS.split())
 """Each sequence has a row of its own."""
 MODEL_TYPES: Final = (*PACKED, *IN_ROWS)
+OWN_EXPERTS: Final = frozenset(("jetmoe", "llama4_text"))
+"""Their experts are not behind the interface of transformers, and ranks do not share them."""
 
 _REASONS: Final[Mapping[str, str]] = {
     "it is an encoder: its positions see later ones": """

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
@@ -10,6 +10,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.backends.registry import choose
+from treadle.policy.config.policy import ParallelConfig
 from treadle.policy.testing.any_model import check_sharding, check_type, write_any
 
 PACKED: Final = (
@@ -28,7 +29,32 @@ def test_a_family_is_computed_exactly(model_type: str, tmp_path: Path) -> None:
 def test_ranks_that_share_a_model_compute_what_one_does(tmp_path: Path) -> None:
     """Attention with sinks, latent attention, experts, gated delta nets and Mamba."""
     types = ("deepseek_v3", "deepseek_v4", "gpt_oss", "nemotron_h", "qwen3_next")
-    check_sharding("fsdp", types, tmp_path, 2)
+    check_sharding("fsdp", types, tmp_path, data=2)
+
+
+def test_ranks_that_share_experts_compute_what_one_does(tmp_path: Path) -> None:
+    """Experts with biases and clamps, shared experts, Mamba beside experts without a gate."""
+    types = ("deepseek_v3", "gpt_oss", "nemotron_h")
+    check_sharding("fsdp", types, tmp_path, data=2, expert=2)
+
+
+def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
+    described = FsdpDescription()
+    sizes: Any
+    for model_type, sizes, why in (
+        ("qwen3_next", {"context": 2}, "layers of 'qwen3_next' see other positions elsewhere"),
+        ("qwen3", {"context": 3}, "context=3 does not divide the 4 attention heads"),
+        ("qwen3", {"context": 4}, None),
+        ("qwen3", {"data": 2, "expert": 2}, "expert=2 does not divide the 0 experts"),
+        ("llama4_text", {"data": 2, "expert": 2}, "expert=2 does not divide the 0 experts"),
+        ("gpt_oss", {"data": 3, "expert": 3}, "expert=3 does not divide the 4 experts"),
+        ("gpt_oss", {"data": 2, "expert": 2}, None),
+    ):
+        write_any(tmp_path / model_type, model_type)
+        model = described.read_model(tmp_path / model_type)
+        problems = [*described.split_problems(model, ParallelConfig(**sizes))]
+        assert len(problems) == (why is not None)
+        assert all(str(why) in problem for problem in problems)
 
 
 def test_a_model_has_the_backend_that_computes_it() -> None:

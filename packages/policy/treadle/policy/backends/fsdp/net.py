@@ -20,13 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from treadle.policy.backends.description import UnsupportedModelError
-from treadle.policy.backends.fsdp import attention
+from treadle.policy.backends.fsdp import attention, experts
+from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
 from treadle.policy.backends.usage import ModelWork, windows_of
@@ -61,19 +63,20 @@ class Net(nn.Module):
     lora_scaling = 0.0
     _trains_tower = False
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
-        """Finds out how the model can be run, by running it on a few ids.
+    def __init__(self, model: PreTrainedModel, *, chunk: int, context: Context) -> None:
+        """Finds out how the model can be run, by running it on a few ids; collective.
 
         Args:
             chunk: Most rows of logits to hold at a time.
+            context: The ranks that share the positions of a row.
 
         Raises:
-            UnsupportedModelError: A position sees what is after it.
+            UnsupportedModelError: A position sees what is after it, or ranks cannot share a row.
         """
         super().__init__()
         self.model: Any = model
         model.eval()  # type: ignore[no-untyped-call]  # without dropout; transformers' has no types
-        self._chunk = chunk
+        self._chunk, self._context = chunk, Context()  # until it is known how one process does it
         ids = torch.randint(
             model.config.get_text_config().vocab_size,
             (sum(_LENGTHS),),
@@ -95,6 +98,12 @@ class Net(nn.Module):
                 alone[: _LENGTHS[0]],
             )
             self.packs = self._can_pack(ids, alone)
+            self._context = context
+            if context.size > 1 and not (self.packs and self._can_share(ids, alone)):
+                raise UnsupportedModelError(
+                    f"policy.parallel.context={context.size}: ranks cannot "
+                    f"share the rows of model type {model.config.model_type!r}; set it to 1"
+                )
 
     def _can_pack(self, ids: Tensor, alone_TV: Tensor) -> bool:
         """Returns whether packed sequences see only themselves; sets the attention for it."""
@@ -111,6 +120,18 @@ class Net(nn.Module):
             self.model.set_attn_implementation(before)
         return can
 
+    def _can_share(self, ids: Tensor, alone_TV: Tensor) -> bool:
+        """Returns whether ranks that have some of the positions each compute what one does."""
+        filling = -len(ids) % self._context.size
+        lengths = [*_LENGTHS, *[1] * filling]
+        row = nn.functional.pad(ids, (0, filling))[None]
+
+        def shared() -> Tensor:
+            with attention.packed(lengths, self._context):
+                return self._context.gathered(self._whole(row, lengths)[0])[: len(ids)]
+
+        return _gives(shared, alone_TV)
+
     def forward(self, micro: MicroBatch, temperature: float) -> tuple[Tensor, ...]:
         """Returns the [T] log-probabilities and entropies of the loss tokens, in nats."""
 
@@ -126,39 +147,51 @@ class Net(nn.Module):
                 temperature=temperature,
             )
 
+        own = self._context.own_tokens(micro)
         if not self._behind_decoder:
             logits = self._whole(micro.ids_BP, micro.lengths).flatten(0, 1)
-            return one(logits[micro.predictors_T], micro.targets_T, micro.sampling_masks)
+            return own.of_all_ranks(one(logits[own.predictors_M], own.targets_M, own.masks))
 
         def of_hidden(
             rows_TH: Tensor, targets_T: Tensor, masks: Sequence[bytes]
         ) -> tuple[Tensor, Tensor]:
             return one(self._logits(rows_TH), targets_T, masks)
 
-        hidden_TH = self._states(micro)
-        return in_chunks(
-            of_hidden, hidden_TH, micro.targets_T, micro.sampling_masks, chunk=self._chunk
-        )
+        hidden_MH = self._states(micro)[own.predictors_M]
+        found = in_chunks(of_hidden, hidden_MH, own.targets_M, own.masks, chunk=self._chunk)
+        return own.of_all_ranks(found)
 
     def _whole(self, ids_BP: Tensor, lengths: Sequence[int] = ()) -> Tensor:
-        """Returns the [B, P, V] logits of all positions."""
-        logits: Tensor = self.model(**_inputs(ids_BP, lengths)).logits
+        """Returns the [B, P, V] logits of all positions of this rank."""
+        logits: Tensor = self.model(**self._inputs(ids_BP, lengths)).logits
         return logits
 
     def _hidden(self, ids_BP: Tensor, lengths: Sequence[int]) -> Tensor:
         """Returns the [B, P, H] hidden states that the output layer takes."""
-        hidden: Tensor = self.model.base_model(**_inputs(ids_BP, lengths)).last_hidden_state
+        inputs = self._inputs(ids_BP, lengths)
+        hidden: Tensor = self.model.base_model(**inputs).last_hidden_state
         return hidden
 
+    def _inputs(self, ids_BP: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"input_ids": ids_BP, "use_cache": False}
+        if lengths:  # else positions are those of the row
+            positions = torch.cat([torch.arange(n) for n in lengths])
+            inputs["position_ids"] = positions.to(ids_BP.device)[None]
+        if self._context.size > 1:
+            # Without a mask, masks would be made of where this rank's positions begin again.
+            own = {name: self._context.part(inputs[name]) for name in ("input_ids", "position_ids")}
+            inputs |= own | {"attention_mask": torch.ones_like(own["input_ids"])}
+        return inputs
+
     def _states(self, micro: MicroBatch) -> Tensor:
-        """Returns the [T, H] hidden states that predict the loss tokens."""
+        """Returns the [B P, H] hidden states of this rank's positions, one row after another."""
         if micro.images is None:
             hidden_BPH = self._hidden(micro.ids_BP, micro.lengths)
             if self._trains_tower and torch.is_grad_enabled():  # by the images of other ranks
                 hidden_BPH = _reach(hidden_BPH, self.model.base_model.visual.parameters())
         else:
             hidden_BPH = self._seeing(micro, micro.images)
-        return hidden_BPH.flatten(0, 1)[micro.predictors_T]
+        return hidden_BPH.flatten(0, 1)
 
     def _seeing(self, micro: MicroBatch, images: ImageRows) -> Tensor:
         """Returns the [1, P, H] hidden states of rows that are images where `images` says so.
@@ -273,6 +306,8 @@ def spread(net: Net, config: PolicyConfig) -> Net:
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
         )
         mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        if config.parallel.expert > 1:
+            experts.spread(net, config.parallel.expert, precision)
         for layer in net.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(net, mesh=mesh, mp_policy=precision)
@@ -284,7 +319,8 @@ def spread(net: Net, config: PolicyConfig) -> Net:
 
 def _reach_all(layer: nn.Module, _: Any, output: Any) -> Any:
     """Returns the output of a layer, from which a gradient reaches all its parameters."""
-    trained = [p for p in layer.parameters() if p.requires_grad]
+    # Experts that ranks share have their own part of FSDP, and always a gradient.
+    trained = [p for p in layer.parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if not (torch.is_grad_enabled() and trained):
         return output
     if isinstance(output, Tensor):
@@ -328,9 +364,9 @@ class ValueNet(Net):
     The head begins at 0, and so do all values: the first advantages are those without a critic.
     """
 
-    def __init__(self, model: PreTrainedModel, *, chunk: int) -> None:
+    def __init__(self, model: PreTrainedModel, *, chunk: int, context: Context) -> None:
         """See `Net`; raises `UnsupportedModelError` if the model gives no hidden states."""
-        super().__init__(model, chunk=chunk)
+        super().__init__(model, chunk=chunk, context=context)
         if not self._behind_decoder:
             raise UnsupportedModelError(
                 f"model type {model.config.model_type!r} has no critic: its hidden states are not "
@@ -342,8 +378,9 @@ class ValueNet(Net):
 
     def forward(self, micro: MicroBatch, temperature: float = 1.0) -> tuple[Tensor, ...]:
         """Returns the [T] values of the states before the loss tokens, float32."""
-        hidden_TH = self._states(micro)
-        return (hidden_TH.float() @ self.value_weight.float(),)
+        own = self._context.own_tokens(micro)
+        hidden_MH = self._states(micro)[own.predictors_M]
+        return own.of_all_ranks((hidden_MH.float() @ self.value_weight.float(),))
 
 
 class _Given(nn.Module):
@@ -415,14 +452,6 @@ def load(folder: Path) -> PreTrainedModel:
     if not all(bool(torch.isfinite(p).all()) for p in model.parameters()):
         raise ValueError(f"{folder}: its weights are not finite")
     return model
-
-
-def _inputs(ids_BP: Tensor, lengths: Sequence[int]) -> dict[str, Any]:
-    inputs: dict[str, Any] = {"input_ids": ids_BP, "use_cache": False}
-    if lengths:  # else positions are those of the row
-        positions = torch.cat([torch.arange(n) for n in lengths])
-        inputs["position_ids"] = positions.to(ids_BP.device)[None]
-    return inputs
 
 
 def _gives(compute: Callable[[], Tensor], want: Tensor) -> bool:

@@ -25,6 +25,7 @@ from treadle.policy.backends.trained import Trained
 
 if TYPE_CHECKING:
     from treadle.agent_loop import FloatArray
+    from treadle.policy.backends.fsdp.context import Context
     from treadle.policy.backends.fsdp.net import Net
     from treadle.policy.backends.vision.rows import ImagePacker
     from treadle.policy.client.types import TrainSequence
@@ -38,6 +39,7 @@ class TrainedNet(Trained):
     _optimizer: Optimizer
     _config: PolicyConfig
     _images: ImagePacker | None = None
+    _context: Context
 
     def _offload_of(
         self, config: OffloadConfig, *, reference: Callable[[], Iterable[Tensor]] = tuple
@@ -54,7 +56,14 @@ class TrainedNet(Trained):
     def _batch(
         self, net: Net, sequences: Sequence[TrainSequence], weights: Sequence[float]
     ) -> Batch:
-        return Batch(sequences, weights, at=device(), packs=net.packs, images=self._images)
+        return Batch(
+            sequences,
+            weights,
+            at=device(),
+            packs=net.packs,
+            multiple=self._context.size,
+            images=self._images,
+        )
 
     @torch.no_grad()
     def evaluate(
@@ -65,9 +74,9 @@ class TrainedNet(Trained):
         values_M = torch.zeros(batch.num_loss_tokens, device=device())
         computed = to_compute(sequences)
         for micro in self.micro_batches(batch, computed):
-            with packed(micro.lengths):
+            with packed(micro.lengths, self._context):
                 values_T, *_ = net(micro, *settings)
-            if not micro.is_blank:
+            if self._context.leads and not micro.is_blank:
                 values_M[micro.slots_T] = values_T
         if isinstance(net, FSDPModule):
             net.reshard()  # else its outer part stays whole, and a change of it is not seen
@@ -83,7 +92,7 @@ class TrainedNet(Trained):
         count = 0
         for micro in self.micro_batches(batch, computed):
             count += 1
-            with packed(micro.lengths):
+            with packed(micro.lengths, self._context):
                 outputs = self._net(micro, *settings)
                 total = outputs[0].sum() * 0.0 if micro.is_blank else loss(micro, *outputs)
                 (total * dist.get_world_size()).backward()  # FSDP takes the mean over ranks
@@ -93,9 +102,9 @@ class TrainedNet(Trained):
         """Yields this rank's micro-batches, and blank ones to the number of the others'."""
         parts = batch.parts(
             computed,
-            max_tokens=self._config.micro_batch_tokens,
-            num_shards=dist.get_world_size(),
-            shard=dist.get_rank(),
+            max_tokens=self._config.micro_batch_tokens * self._context.size,
+            num_shards=self._context.shards,
+            shard=self._context.shard,
         )
         most = len(parts)
         if dist.get_world_size() > 1:  # before there is work that a wait for the device would end

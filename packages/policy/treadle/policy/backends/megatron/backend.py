@@ -18,6 +18,7 @@ Shape suffixes: P packed rows, H hidden, T loss tokens of a micro-batch, M loss 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,8 +42,8 @@ from treadle.policy.backends.megatron.optimizer import PolicyOptimizer
 from treadle.policy.backends.megatron.packing import MicroBatch, MicroBatches
 from treadle.policy.backends.megatron.planner import Planner
 from treadle.policy.backends.megatron.trained import TrainedModel
-from treadle.policy.backends.offload import copied
-from treadle.policy.backends.ranks import save_folder, sum_over_ranks
+from treadle.policy.backends.ranks import sum_over_ranks
+from treadle.policy.backends.trained import TrainedPolicy
 from treadle.policy.backends.usage import ModelWork, windows_of
 from treadle.policy.backends.vision.reader import ImageReader
 from treadle.policy.backends.vision.rows import ImagePacker
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
     from treadle.policy.config.policy import PolicyConfig
 
 
-class MegatronPolicy(TrainedModel, PolicyBackend):
+class MegatronPolicy(TrainedModel, TrainedPolicy, PolicyBackend):
     """`PolicyBackend` on Megatron-core."""
 
     def __init__(
@@ -111,11 +112,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         except BaseException:
             self.world.close()
             raise
-        # The model without new adapters is the one that the run began with; it needs no copy.
-        self._begins_bare = bool(config.lora.rank) and config.lora.path is None
-        self._reference: PolicyModel | list[Tensor] | None = None
         if keep_reference and reference_path is None and not self._begins_bare:
-            self._reference = [self._copied(p) for p in self._trained()]
+            self._reference = self._copies()
         self._offload = self._offload_of(config.offload, reference=self._other_reference)
         if keep_reference and reference_path is not None:
             self.release_memory()  # the reference may need it
@@ -179,10 +177,8 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         for module in self._model.modules():
             if hasattr(module, "token_dispatcher"):
                 module.token_dispatcher = None
-        del self._model, self._net, self._optimizer, self._offload, self._reference
-
-    def _copied(self, parameter: Tensor) -> Tensor:
-        return copied(parameter, to_host=self._config.offload.reference)
+        del self._model, self._net, self._optimizer, self._offload
+        self._reference = None
 
     def _trained(self) -> Iterator[torch.nn.Parameter]:
         return (p for p in self._model.parameters() if p.requires_grad)
@@ -199,20 +195,15 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
     ) -> list[FloatArray]:
         """See `PolicyBackend.logprobs`."""
         self._offload.restore("parameters")
-        return self._logprobs(self._model, self._net, sequences, temperature)
+        return self._logprobs(self._model, sequences, temperature)
 
     def _logprobs(
-        self,
-        model: PolicyModel,
-        net: torch.nn.Module,
-        sequences: Sequence[TrainSequence],
-        temperature: float,
+        self, model: PolicyModel, sequences: Sequence[TrainSequence], temperature: float
     ) -> list[FloatArray]:
-        """Returns the log-probabilities of a model; `net` is what the pipeline runs."""
         computed = to_compute(sequences)
         micro_batches = self._plan(sequences, [0.0] * len(sequences), computed, model)
         return self.evaluate(
-            net,
+            self._net if model is self._model else model,
             micro_batches,
             lambda micro, hidden: self._head(model, micro, hidden, temperature)[0],
         )
@@ -232,33 +223,15 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
             replays_experts=self._config.moe.routing_replay,
         )
 
-    @torch.no_grad()
     def reference_logprobs(
         self, sequences: Sequence[TrainSequence], *, temperature: float = 1.0
     ) -> list[FloatArray]:
-        """See `PolicyBackend.reference_logprobs`."""
-        sequences = [replace(s, routed_experts=None) for s in sequences]
-        if isinstance(self._reference, PolicyModel):
-            self._offload.restore("reference")
-            try:
-                return self._logprobs(self._reference, self._reference, sequences, temperature)
-            finally:
-                self._offload.release("reference")
-        if self._begins_bare:
-            with switched_off(self._model):
-                return self.logprobs(sequences, temperature=temperature)
-        if self._reference is None:
-            raise RuntimeError("this policy keeps no reference; build it with keep_reference=True")
-        self._offload.restore("parameters")
-        parameters = list(self._trained())
-        current = [self._copied(p) for p in parameters]
-        try:
-            for parameter, reference in zip(parameters, self._reference, strict=True):
-                parameter.copy_(reference)
-            return self.logprobs(sequences, temperature=temperature)
-        finally:
-            for parameter, value in zip(parameters, current, strict=True):
-                parameter.copy_(value)
+        """See `PolicyBackend.reference_logprobs`; the reference chooses its own experts."""
+        own = [replace(s, routed_experts=None) for s in sequences]
+        return super().reference_logprobs(own, temperature=temperature)
+
+    def _without_adapters(self) -> AbstractContextManager[None]:
+        return switched_off(self._model)
 
     def add_gradient(
         self,
@@ -353,14 +326,7 @@ class MegatronPolicy(TrainedModel, PolicyBackend):
         everything = checkpoint.collect(self.export_weights(), self.weight_specs(), self.world)
         write_together(everything, folder, like=self._model_path, adapter=self._adapter())
 
-    def save_adapter(self, folder: Path) -> None:
-        """See `PolicyBackend.save_adapter`."""
-        if (collected := self._adapter()) is None:
-            raise RuntimeError("this policy has no adapter; build it with policy.lora.rank")
-        save_folder(collected.write, folder)
-
     def _adapter(self) -> CollectedAdapter | None:
-        """Returns the adapter, whole on rank 0, None without LoRA; collective."""
         if not self._config.lora.rank:
             return None
         self._offload.restore("parameters")

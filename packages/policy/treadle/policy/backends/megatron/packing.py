@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from treadle.policy.backends.loss_batch import LossBatch, MicroBatchTokens
+from treadle.policy.backends.loss_tokens import LossTokens
 from treadle.policy.backends.megatron.attention import Segments, take_rows
 from treadle.policy.backends.megatron.context.attention import ContextSegments
-from treadle.policy.backends.megatron.context.loss_tokens import LossTokens
 from treadle.policy.backends.megatron.context.rows import rows_of_ranks
 from treadle.policy.backends.megatron.experts.routing import Routing, replayed_indices
 from treadle.policy.backends.megatron.prefixes.attention import TreeSegments

@@ -13,13 +13,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from treadle.policy.backend import Frame, Rendezvous
 from treadle.policy.backends.megatron import device
-from treadle.policy.backends.ranks import join
+from treadle.policy.backends.ranks import join, share, siblings_of
 
 device.install()
 
@@ -92,17 +90,7 @@ class World:
         Args:
             frame: The leader's bytes; None on the others.
         """
-        if self.siblings is None:
-            assert frame is not None, "a rank without siblings leads"
-            return frame
-        size = torch.tensor([0 if frame is None else memoryview(frame).nbytes])
-        dist.broadcast(size, group=self.siblings, group_src=0)
-        if frame is None:
-            frame = bytearray(int(size))
-        if int(size):
-            received = torch.from_numpy(np.frombuffer(frame, np.uint8))
-            dist.broadcast(received, group=self.siblings, group_src=0)
-        return frame
+        return share(frame, self.siblings)
 
     @property
     def copies(self) -> int:
@@ -187,19 +175,5 @@ def start(parallel: ParallelConfig, rendezvous: Rendezvous, *, seed: int = 0) ->
         expert=parallel.expert,
         expert_rank=parallel_state.get_expert_model_parallel_rank(),
         expert_data_rank=parallel_state.get_expert_data_parallel_rank(),
-        siblings=_siblings(parallel, timedelta(seconds=rendezvous.timeout_s)),
+        siblings=siblings_of(parallel, timedelta(seconds=rendezvous.timeout_s)),
     )
-
-
-def _siblings(parallel: ParallelConfig, timeout: timedelta) -> dist.ProcessGroup | None:
-    """Makes the groups of the ranks that compute the same sequences; returns this rank's."""
-    if parallel.num_ranks == parallel.data:
-        return None
-    mine: dist.ProcessGroup | None = None
-    for number in range(parallel.data):
-        ranks = [r for r in range(parallel.num_ranks) if parallel.data_rank(r) == number]
-        # Sequences come from the driver into the host's memory, so gloo carries them.
-        group = dist.new_group(ranks, timeout=timeout, backend="gloo")
-        if dist.get_rank() in ranks:
-            mine = group
-    return mine

@@ -40,7 +40,12 @@ from treadle.rollout_server.engines.torch.attention import (
     cached_attention,
 )
 from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
-from treadle.rollout_server.engines.torch.row_caches import RowCaches, check, stored_views
+from treadle.rollout_server.engines.torch.row_caches import (
+    RowCaches,
+    check,
+    limit_time_steps,
+    stored_views,
+)
 from treadle.rollout_server.engines.torch.vision import ImageEncoder, VisionInputs
 from treadle.rollout_server.model_files import read_model
 
@@ -142,6 +147,7 @@ class CachedModel:
         self._model.requires_grad_(False).train(False).to(self.device)
         self._is_flat = config.model_type in _MODEL_TYPES
         if not self._is_flat:
+            limit_time_steps(self._model)
             check(self._model, config.model_type)
         self._renamed = _PUBLISHED.get(config.model_type, ()) if takes_images else None
         self._parameters = self._published_parameters()

@@ -5,8 +5,10 @@ Each row has the cache that transformers makes for the model, and runs by itself
 prefix.
 """
 
+import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -92,6 +94,26 @@ def check(model: Any, model_type: str) -> None:
             f"model type {model_type!r} is not supported by the torch engine: {why}; use the vllm "
             "or sglang engine"
         )
+
+
+def limit_time_steps(model: Any) -> None:
+    """Has Mamba layers keep their limits of time steps where they read one id.
+
+    transformers keeps them only where a layer reads several at once. Here they are kept before a
+    layer turns its output into time steps, by softplus(output + bias), so that both ways agree.
+    """
+    for layer in model.modules():
+        limits = getattr(layer, "time_step_limit", None)
+        if limits is not None and tuple(limits) != (0.0, math.inf):
+            layer.in_proj.register_forward_hook(partial(_limited, layer))
+
+
+def _limited(layer: Any, _: object, __: object, projected: torch.Tensor) -> torch.Tensor:
+    bias = layer.dt_bias
+    low, high = (x + torch.log(-torch.expm1(-x)) for x in bias.new_tensor(layer.time_step_limit))
+    others, steps = projected.split([projected.shape[-1] - len(bias), len(bias)], -1)
+    # Of infinity, the logarithm is of 1, and of zero it is minus infinity.
+    return torch.cat([others, torch.clamp(steps, low - bias, high - bias)], -1)
 
 
 def stored_views(model: Any) -> dict[str, torch.Tensor]:
