@@ -71,14 +71,8 @@ def test_supervised_and_reinforcement_loops_run_to_their_end_and_learn(
             f"log_path={tmp_path / log}",
         )
         module = f"tinker_cookbook.recipes.{name}"
-        command = [
-            bin_folder / "python",
-            "-m",
-            module,
-            *common,
-            f"log_path={tmp_path / log}",
-            *arguments,
-        ]
+        command: list[str | Path] = [bin_folder / "python", "-m", module, *common]
+        command += [f"log_path={tmp_path / log}", *arguments]
         run(command, cwd=data, env=env)
         lines = (tmp_path / log / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
