@@ -65,11 +65,7 @@ def test_supervised_and_reinforcement_loops_run_to_their_end_and_learn(
 
     def recipe(name: str, log: str, *arguments: str) -> list[dict[str, Any]]:
         """Runs a recipe to its end; returns the lines of its metrics."""
-        common = (
-            f"base_url={service.base_url}",
-            f"model_name={NAME}",
-            f"log_path={tmp_path / log}",
-        )
+        common = (f"base_url={service.base_url}", f"model_name={NAME}", "lora_rank=16")
         module = f"tinker_cookbook.recipes.{name}"
         command: list[str | Path] = [bin_folder / "python", "-m", module, *common]
         command += [f"log_path={tmp_path / log}", *arguments]
