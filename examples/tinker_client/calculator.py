@@ -22,7 +22,7 @@ USER, END = "\n<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant\n"
 
 rows = [json.loads(line) for line in Path(sys.argv[1]).read_text().splitlines()]
 training = tinker.ServiceClient().create_lora_training_client("demo:calculator", rank=32).result()
-tokenizer = AutoTokenizer.from_pretrained(training.get_info().model_data.tokenizer_id)
+tokenizer: Any = AutoTokenizer.from_pretrained(training.get_info().model_data.tokenizer_id)
 
 
 def finish(sampler: Any, prompt: list[int], answer: str, first: Any) -> tuple[Any, float]:
