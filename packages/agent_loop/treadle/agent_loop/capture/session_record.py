@@ -55,7 +55,7 @@ class SessionRecord:
 
     Attributes:
         branches: In the order in which they began.
-        assistant_turns: Number of completions.
+        assistant_turns: Number of completions so far.
         user_turns: Number of requests that answered a completion.
         refused: The limit that refused the latest request; None if it was answered.
     """
