@@ -6,10 +6,12 @@ releases however a process ends; a directory gets its final name only once it is
 waits for a lock.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = "treadle-engine-"  # Short: the path of a socket has at most 107 bytes.
@@ -35,6 +37,17 @@ class RuntimeDir:
             self._open = False
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
+
+
+@contextlib.contextmanager
+def files_in(directory: Path) -> Iterator[None]:
+    """Redirects temporary files of this process: engines leave sockets and others behind."""
+    before = tempfile.tempdir
+    tempfile.tempdir = str(directory)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def _sweep(parent: Path) -> None:

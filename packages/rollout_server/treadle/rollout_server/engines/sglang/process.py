@@ -18,13 +18,11 @@ import logging
 import multiprocessing
 import os
 import signal
-import tempfile
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.process import BaseProcess
-from pathlib import Path
 from typing import Any
 
 from sglang.srt.entrypoints.engine import (
@@ -44,7 +42,7 @@ from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 
 from treadle.rollout_server.engine import EngineRequest
-from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
+from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir, files_in
 from treadle.rollout_server.engines.images.inputs import ImageInput
 from treadle.rollout_server.engines.sglang.sequence import logprob_start
 from treadle.rollout_server.engines.sglang.startup import ProcessSetup, run_scheduler
@@ -86,7 +84,7 @@ class Schedulers:
         self._runtime_dir = runtime_dir
         before = set(multiprocessing.active_children())
         try:
-            with _logging_kept(), _files_in(runtime_dir.path):
+            with _logging_kept(), files_in(runtime_dir.path):
                 self._engine = _Engine(arguments, setup)
         except Exception as error:
             ended = set(multiprocessing.active_children()) - before
@@ -268,17 +266,6 @@ def _logging_kept() -> Iterator[None]:
     finally:
         root.setLevel(level)
         root.handlers[:] = handlers
-
-
-@contextlib.contextmanager
-def _files_in(directory: Path) -> Iterator[None]:
-    """Redirects temporary files: SGLang creates its sockets there and never removes them."""
-    before = tempfile.tempdir
-    tempfile.tempdir = str(directory)
-    try:
-        yield
-    finally:
-        tempfile.tempdir = before
 
 
 class _Manager(TokenizerManager):  # type: ignore[misc]

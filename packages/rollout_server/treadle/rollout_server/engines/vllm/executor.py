@@ -4,14 +4,17 @@ vLLM's processes import these classes by name, from the path that they inherit f
 also under Pex.
 """
 
+from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
+from treadle.rollout_server.engines.common.runtime_dir import files_in
 
 
 class _Executor(Executor):  # type: ignore[misc]
@@ -21,7 +24,9 @@ class _Executor(Executor):  # type: ignore[misc]
         die_with_parent()
         # The setting for it is refused with the older model runner; see `sampler.py`.
         Scheduler.return_sampling_mask = property(lambda _: True, lambda *_: None)
-        super()._init_executor()
+        # The file where ranks meet is among them.
+        with files_in(Path(envs.VLLM_RPC_BASE_PATH)):
+            super()._init_executor()
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
         super().initialize_from_config(kv_cache_configs)
