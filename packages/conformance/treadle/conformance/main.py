@@ -29,6 +29,13 @@ def parser() -> argparse.ArgumentParser:
         "Tinker's API, and prints the result. Nothing else may use a rollout server meanwhile: it "
         "is paused, and its weights are replaced.",
     )
+    _add_server(command_line)
+    _add_extent(command_line)
+    return command_line
+
+
+def _add_server(command_line: argparse.ArgumentParser) -> None:
+    """Adds how the server is reached, and what it has."""
     server = command_line.add_mutually_exclusive_group(required=True)
     server.add_argument("--address", metavar="HOST:PORT", help="address of the rollout server")
     server.add_argument(
@@ -69,14 +76,6 @@ def parser() -> argparse.ArgumentParser:
         "file transport is not checked",
     )
     command_line.add_argument(
-        "--tolerance",
-        type=float,
-        default=2e-4,
-        metavar="NATS",
-        help="maximum difference between its log-probs and those of transformers (default "
-        "%(default)s, for float32; use 0.15 for bfloat16)",
-    )
-    command_line.add_argument(
         "--continue-recomputes",
         action="store_true",
         help="new weights recompute the KV cache of sequences kept by CONTINUE; by default they "
@@ -90,6 +89,18 @@ def parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="number of sequences that it runs at once; if unset, priorities are not checked",
+    )
+
+
+def _add_extent(command_line: argparse.ArgumentParser) -> None:
+    """Adds what is checked, and how strictly."""
+    command_line.add_argument(
+        "--tolerance",
+        type=float,
+        default=2e-4,
+        metavar="NATS",
+        help="maximum difference between its log-probs and those of transformers (default "
+        "%(default)s, for float32; use 0.15 for bfloat16)",
     )
     command_line.add_argument(
         "--long",
@@ -114,7 +125,6 @@ def parser() -> argparse.ArgumentParser:
     command_line.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the result here"
     )
-    return command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
