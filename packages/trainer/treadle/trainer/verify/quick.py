@@ -76,7 +76,10 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
             yield f"step {step}: {name} {error}"
             continue
         if not is_as_written(run_dir / name):
-            yield f"step {step}: {name} is not what its rows are written as"
+            yield (
+                f"step {step}: {name} has not the bytes that its rows give when they are written "
+                "again (nor does a file that another build of this version of Arrow compressed)"
+            )
         problems = [
             *_versions(recorded, step),
             *_repeated(recorded, times, int(record.get("data/epoch", step))),
