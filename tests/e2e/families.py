@@ -255,7 +255,7 @@ def _rows(cases: Sequence[Case], data: Path, folder: Path) -> Iterator[tuple[boo
         head = f"| {case.name} | `{case.model_type}` | {case.template or 'its own'} "
         try:
             outcome = run_case(case, data, place)
-        except AssertionError:
+        except Exception:
             traceback.print_exc()
             yield False, f"{head}| failed | | | |"
             continue

@@ -1,5 +1,6 @@
 """What the page says of the machine: GPUs, driver, CUDA, versions. It imports no heavy library."""
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -32,6 +33,7 @@ def machine_rows(gpus: Sequence[Gpu]) -> list[tuple[str, str]]:
         ("machine", f"{cpus}, Linux {platform.release()}"),
         ("Python", platform.python_version()),
         ("packages", ", ".join(_versions())),
+        ("sources", _sources()),
     ]
     if commit := _commit():
         rows.append(("commit", commit))
@@ -52,6 +54,15 @@ def _driver_cuda() -> str:
     """Returns the newest version of CUDA that the driver supports, which `nvidia-smi` prints."""
     found = re.search(r"CUDA Version:\s*([\d.]+)", _output("nvidia-smi"))
     return found[1] if found else ""
+
+
+def _sources() -> str:
+    """Returns a digest of all Python sources, so that results of changed ones are not taken."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for folder in ("packages", "proto", "tests", "benchmarks"):
+        for path in sorted((root / folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def _commit() -> str:

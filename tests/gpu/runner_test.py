@@ -81,6 +81,10 @@ def test_a_check_that_time_ran_out_for_has_no_result(context: Context) -> None:
     slow = replace(hangs, limit_s=60.0)
     results = run_all([slow, holds], context, table=TABLE, after_each=lambda _: None, seconds=1.0)
     assert results == []
+    # One that had three times its usual time does not keep those after it from their turn for ever.
+    usual = replace(slow, about_s=0.1)
+    (result,) = run_all([usual], context, table=TABLE, after_each=lambda _: None, seconds=1.0)
+    assert (result.outcome, result.seen[:14]) == (Outcome.FAILS, "not done after")
     (result,) = run([holds], context)
     again = run_all([holds], context, table=TABLE, after_each=lambda _: None, before=[result])
     assert again == [result]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -58,6 +59,7 @@ class Trained:
     _settings: OptimizerConfig
     _step = 0
     _has_gradient = False
+    _held: Mapping[str, int] = MappingProxyType({})
 
     @property
     def step(self) -> int:
@@ -74,7 +76,7 @@ class Trained:
 
     def held_bytes(self) -> Mapping[str, int]:
         """See `PolicyBackend.held_bytes`."""
-        return self._offload.held_bytes()
+        return self._held
 
     def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
@@ -85,6 +87,7 @@ class Trained:
         self._reduce_gradients()
         settings = settings or self._settings.at_step(self._step)
         self._offload.restore("optimizer")
+        self._held = self._offload.held_bytes()  # all is there: gradients go with the step
         with spent_on("optimizer"):
             norm, applied = self._optimizer.apply(settings)
         self._offload.release("optimizer")

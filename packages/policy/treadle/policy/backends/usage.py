@@ -86,7 +86,7 @@ def step_usage(
     """Returns the metrics of a step that this rank took with others; memory is this rank's.
 
     - policy/tokens_per_second: tokens that went through the step, per rank.
-    - policy/mfu: 0 to 1; on GPUs whose peak is known.
+    - policy/mfu: 0 to 1; on GPUs whose peak is known, where no prefixes are shared.
     - policy/memory_peak_bytes: the most that tensors took, on a GPU, and of that
       policy/memory_<kind>_bytes of parameters, gradients and optimizer; the rest is activations.
     """
@@ -97,8 +97,9 @@ def step_usage(
     found["policy/memory_peak_bytes"] = float(torch.cuda.max_memory_allocated())
     for kind, size in policy.held_bytes().items():
         found[f"policy/memory_{kind}_bytes"] = float(size)
-    peak, work = peak_flops(torch.cuda.get_device_name()), policy.work()
-    if peak is not None and work is not None:
+    peak = peak_flops(torch.cuda.get_device_name())
+    is_shared = step.num_rows < step.num_tokens  # prefixes, whose tokens were computed once
+    if peak is not None and not is_shared and (work := policy.work()) is not None:
         flops = needed_flops(work, sequences, step)
         found["policy/mfu"] = flops / step.time_s / ranks / peak
     return found

@@ -45,10 +45,16 @@ class Bounds:
         return cls(to_device(offsets, at), max(lengths), int(offsets[-1]))
 
 
-def can_attend(query_PAD: Tensor) -> bool:
-    """Returns whether `attend` takes such queries, where scores are neither capped nor masked."""
-    fits = query_PAD.dtype in _TYPES and query_PAD.shape[-1] <= _MAX_HEAD
-    return query_PAD.device.type == "cuda" and fits and _KERNEL is not None
+def can_attend(query_PAD: Tensor, value_PKD: Tensor) -> bool:
+    """Returns whether `attend` takes these, where scores are neither capped nor masked.
+
+    Latent attention has values of another size. The kernel needs compute capability 8.0.
+    """
+    if _KERNEL is None or query_PAD.device.type != "cuda" or query_PAD.dtype not in _TYPES:
+        return False
+    size = query_PAD.shape[-1]
+    fits = size <= _MAX_HEAD and size % 8 == 0 and size == value_PKD.shape[-1]
+    return fits and torch.cuda.get_device_capability(query_PAD.device)[0] >= 8
 
 
 def attend(

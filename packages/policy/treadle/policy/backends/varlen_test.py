@@ -6,7 +6,8 @@ from treadle.policy.backends.varlen import Bounds
 
 
 def test_a_cpu_has_no_such_kernel() -> None:
-    assert not varlen.can_attend(torch.zeros(3, 2, 8, dtype=torch.bfloat16))
+    rows = torch.zeros(3, 2, 8, dtype=torch.bfloat16)
+    assert not varlen.can_attend(rows, rows)
 
 
 @pytest.mark.parametrize("window", [None, 4])

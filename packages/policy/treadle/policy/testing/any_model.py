@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -173,6 +174,7 @@ def check_type(backend: BackendName, model_type: str, folder: Path) -> bool:
                 shapes = [(name, weight.shape) for name, weight in weights.items()]
                 assert [(spec.name, spec.shape) for spec in policy.weight_specs()] == shapes
             stats = policy.train_step(batch, loss)
+            assert (work := policy.work()) is None or 0 < work.flops([4], 2) < math.inf
             if packs:
                 policy.save_hf(folder / "saved")
                 saved = load_file(folder / "saved" / "model.safetensors")

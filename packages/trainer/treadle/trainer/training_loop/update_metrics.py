@@ -1,14 +1,16 @@
 """Metrics of the optimizer steps of one batch, and the message where they broke the policy."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from treadle.policy.v1 import training_service_pb2 as pb
+from treadle.trainer.report.metrics import MFU, RANK_RATE
 
 __all__ = ["broken_policy", "critic_metrics", "update_metrics"]
 
 
 def update_metrics(stats: pb.UpdateResponse) -> dict[str, float]:
-    """Returns means over the optimizer steps that have the number, and sums of counts.
+    """Returns means over the optimizer steps that have the number, sums of counts, most of memory.
 
     The difference between engine and trainer, `rollout/*`, is taken before the batch has moved the
     policy: later optimizer steps also show what the batch itself has changed.
@@ -18,8 +20,8 @@ def update_metrics(stats: pb.UpdateResponse) -> dict[str, float]:
     metrics = {name: value for name, value in sorted(before.items()) if _is_mismatch(name)}
     for name in sorted({name for step in steps for name in step.metrics}):
         if not _is_mismatch(name):
-            values = [step.metrics[name] for step in steps if name in step.metrics]
-            metrics[name] = sum(values) / len(values)
+            having = [step for step in steps if name in step.metrics]
+            metrics[name] = _over_steps(name, having)
     return metrics | {
         "actor/loss": sum(step.loss for step in steps) / len(steps),
         "actor/grad_norm": sum(step.grad_norm for step in steps) / len(steps),
@@ -32,6 +34,17 @@ def update_metrics(stats: pb.UpdateResponse) -> dict[str, float]:
         "tokens/loss": float(sum(step.num_loss_tokens for step in steps)),
         "actor/logprobs_s": stats.logprobs_s,
     }
+
+
+def _over_steps(name: str, steps: Sequence[pb.StepStats]) -> float:
+    """Returns the mean of steps; of memory the most, of rates the mean over their time."""
+    values = [step.metrics[name] for step in steps]
+    if name.startswith("policy/memory_"):
+        return max(values)
+    weights = [1.0] * len(steps)
+    if name in (RANK_RATE, MFU):
+        weights = [max(step.time_s, 1e-9) for step in steps]
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / sum(weights)
 
 
 def _is_mismatch(name: str) -> bool:

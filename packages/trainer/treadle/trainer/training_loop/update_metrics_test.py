@@ -40,3 +40,12 @@ def test_the_mismatch_is_that_before_the_batch_moved_the_policy() -> None:
     assert "rollout/kl" not in update_metrics(later)
     whole = pb.UpdateResponse(steps=(first, second), mismatch={"rollout/kl": 0.2})
     assert update_metrics(whole)["rollout/kl"] == 0.2
+
+
+def test_a_rate_is_that_of_all_time_and_memory_the_most() -> None:
+    quick = _step(1.0, policy__tokens_per_second=900.0, policy__memory_peak_bytes=5.0)
+    slow = _step(1.0, policy__tokens_per_second=100.0, policy__memory_peak_bytes=3.0)
+    quick.time_s, slow.time_s = 1.0, 3.0
+    metrics = update_metrics(pb.UpdateResponse(steps=(quick, slow)))
+    assert metrics["policy/tokens_per_second"] == 300.0
+    assert metrics["policy/memory_peak_bytes"] == 5.0

@@ -97,7 +97,7 @@ def _attend(
         of_sequences = context.of_heads(*of_sequences)
         s_aux = None if s_aux is None else s_aux.chunk(context.size)[context.rank]
     is_plain = attention_mask is None and softcap is None and s_aux is None
-    if is_plain and causal and _bounds is not None and varlen.can_attend(query_BHPD):
+    if is_plain and causal and _bounds is not None and varlen.can_attend(query_BHPD, value_BKPD):
         query, key, value = (x[0].transpose(0, 1) for x in of_sequences)
         output = varlen.attend(query, key, value, _bounds, scale=scaling)
         return _own_positions(output.transpose(0, 1)[None]), None

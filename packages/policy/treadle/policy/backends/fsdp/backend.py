@@ -174,8 +174,8 @@ class FsdpPolicy(TrainedNet, TrainedPolicy, PolicyBackend):
         return lambda: of_batch.reduce(count)
 
     def work(self) -> ModelWork | None:
-        """See `PolicyBackend.work`; None of a model whose config does not name its heads."""
-        return self._net.work(passes=2 if self._net.lora_scaling else 3)
+        """See `PolicyBackend.work`."""
+        return self._net.work(self._model, passes=2 if self._net.lora_scaling else 3)
 
     # --- weights and checkpoints ---------------------------------------------------------------
 

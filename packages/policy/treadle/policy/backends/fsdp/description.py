@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _BY_LENGTH: Final = frozenset(("dynamic", "longrope"))
 _FUSED: Final[Mapping[str, Sequence[str]]] = {"qkv_proj": TARGETS[:3], "gate_up_proj": TARGETS[4:6]}
 
-_EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERTS: Final = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 NO_8BIT: Final = (
     "policy.optimizer.name=adamw8bit needs bitsandbytes: pip install 'treadle-policy[adamw8bit]'"
 )
@@ -164,7 +164,7 @@ class FsdpDescription(BackendDescription):
             norm_eps=float(getattr(config, "rms_norm_eps", None) or 1e-5),
             tied=bool(getattr(whole, "tie_word_embeddings", False)),
             ffn_size=chosen or size("intermediate_size", default=4 * hidden),
-            num_experts=0 if model_type in OWN_EXPERTS else size(*_EXPERTS),
+            num_experts=0 if model_type in OWN_EXPERTS else size(*EXPERTS),
             vision=VisionShape.from_config(whole),
             shapes=dict(_whole(chain.from_iterable(map(tensor_shapes, files)))),
         )
@@ -233,7 +233,7 @@ class FsdpDescription(BackendDescription):
         those that are trained; another optimizer keeps less for matrices of layers. One layer is
         whole at a time. A layer keeps, per row, about
         8 H + 5 F + 4 A numbers, or with recomputation H, and one layer all of them. Of logits there
-        are four float32 copies.
+        are two copies, of which one is their gradient.
         """
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
         _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
@@ -260,7 +260,7 @@ class FsdpDescription(BackendDescription):
         whole = 0
         if ranks > 1 or policy.dtype == "bfloat16":
             whole = 2 * size * model.num_parameters // max(1, model.num_layers)
-        logits = 16 * min(rows, policy.logits_chunk_tokens) * model.vocab_size
+        logits = 2 * size * min(rows, policy.logits_chunk_tokens) * model.vocab_size
         return MemoryEstimate(
             weights=own,
             gradients=trained,

@@ -29,6 +29,7 @@ from transformers.utils.logging import disable_progress_bar
 from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import attention, experts
 from treadle.policy.backends.fsdp.context import Context
+from treadle.policy.backends.fsdp.description import EXPERTS
 from treadle.policy.backends.logprobs import from_logits, in_chunks
 from treadle.policy.backends.ranks import device
 from treadle.policy.backends.usage import ModelWork, windows_of
@@ -41,13 +42,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from treadle.policy.backends.fsdp.batches import MicroBatch
+    from treadle.policy.backends.fsdp.description import FsdpModel
     from treadle.policy.backends.vision.rows import ImageRows
     from treadle.policy.config.policy import PolicyConfig
 
 _LENGTHS = (7, 4)
 """Of the sequences that show how a model can be run: short, as each is run several times."""
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Names of models' settings; a token goes to `num_experts_per_tok` of them."""
+_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+"""Names of the setting how many experts a token goes to."""
 _TOLERANCE = 1e-4
 """Of logits, relative to the largest: a leak is far above, float32 far below."""
 
@@ -249,28 +251,29 @@ class Net(nn.Module):
                 yield from module
                 return
 
-    def work(self, *, passes: int) -> ModelWork | None:
-        """Returns what the arithmetic of a step follows from; see `ModelWork`."""
+    def work(self, model: FsdpModel, *, passes: int) -> ModelWork | None:
+        """Returns what the arithmetic of a step follows from; see `ModelWork`.
+
+        None where the config does not have how many experts a token goes to.
+        """
         config = self.model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", None)
-        if heads is None:
+        number = next((n for name in EXPERTS if (n := getattr(config, name, None))), 1)
+        per_token = next((n for name in _PER_TOKEN if (n := getattr(config, name, None))), None)
+        if not model.num_heads or (number > 1 and per_token is None):
             return None
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        experts = [getattr(config, name, None) for name in _NUM_EXPERTS]
-        number = next((found for found in experts if found), 1)
-        share = (getattr(config, "num_experts_per_tok", None) or number) / number
         weights, layers = 0.0, list(self.layers())
         for name, parameter in ((n, p) for layer in layers for n, p in layer.named_parameters()):
             if parameter.dim() > 1 and "lora_" not in name:
                 is_expert = "experts" in name and "shared" not in name
-                weights += parameter.numel() * (share if is_expert else 1.0)
-        window = getattr(config, "sliding_window", None)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+                weights += parameter.numel() * ((per_token or 1) / number if is_expert else 1.0)
+        size: float = model.head_dim
+        if value := getattr(config, "v_head_dim", None):  # latent attention
+            size = (config.qk_nope_head_dim + config.qk_rope_head_dim + value) / 2
         return ModelWork(
             weights=weights,
-            head=config.vocab_size * config.hidden_size,
-            heads=heads * size,
-            windows=windows_of([window if "sliding" in kind else None for kind in kinds]),
+            head=model.vocab_size * model.hidden_size,
+            heads=round(model.num_heads * size),
+            windows=windows_of(_windows(config, len(layers))),
             passes=passes,
         )
 
@@ -292,6 +295,23 @@ class Net(nn.Module):
                 checkpoint, use_reentrant=False, preserve_rng_state=False
             )
             layer.training = True  # of the layer itself: dropout is off, see `load`
+
+
+def _windows(config: Any, num_layers: int) -> list[int | None]:
+    """Returns the window of each layer with attention over tokens; None: over all before."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    if kinds is None:
+        return [window] * num_layers
+    found: list[int | None] = []
+    for kind in kinds:
+        if "sliding" in kind:
+            found.append(window)
+        elif "chunked" in kind:
+            found.append(config.attention_chunk_size)
+        elif ("attention" in kind or kind == "hybrid") and "linear" not in kind:
+            found.append(None)
+    return found
 
 
 def spread(net: Net, config: PolicyConfig) -> Net:

@@ -114,7 +114,7 @@ class Segments(PackedSeqParams):
         assert self.bounds is not None
         rows = joined_PHD[: self.bounds.rows]
         query, key, value = rows.split(heads, 1)
-        if scores.softcap is None and varlen.can_attend(query):
+        if scores.softcap is None and varlen.can_attend(query, value):
             out = varlen.attend(
                 query, key, value, self.bounds, scale=scores.scale, window=scores.window
             ).flatten(1)
