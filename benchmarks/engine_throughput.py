@@ -136,7 +136,8 @@ def continuous_batching(path: Path, args: argparse.Namespace) -> Iterator[Any]:
     model: Any = auto.from_pretrained(
         path, attn_implementation="sdpa", dtype=getattr(torch, args.dtype)
     )
-    settings = GenerationConfig(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
+    make_settings: Any = GenerationConfig
+    settings = make_settings(do_sample=True, top_k=0, eos_token_id=-1, pad_token_id=0)
     batching = ContinuousBatchingConfig(
         return_logprobs=True,
         num_blocks=-(-2 * args.sequences * 320 // PAGE_TOKENS),

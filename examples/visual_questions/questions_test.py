@@ -55,7 +55,8 @@ def test_only_the_exact_answer_scores() -> None:
 def test_the_configurations_are_valid(name: str) -> None:
     config = load_config([HERE / name], []).config
     assert config.data.train_files == (HERE / "data" / "train.parquet",)
-    assert config.reward.name is not None and config.reward.name.endswith("reward.py:score")
+    (reward,) = config.reward.names
+    assert reward.endswith("reward.py:score")
 
 
 def test_the_model_is_made_twice_the_same_and_its_prompt_shows_nine_ids(tmp_path: Path) -> None:

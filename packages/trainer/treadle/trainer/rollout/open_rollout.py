@@ -72,10 +72,11 @@ async def open_rollout(
             loop_workers(
                 launcher,
                 secured,
-                servers=servers,
+                servers=servers.live,
                 requirements=requirements,
                 loops=inputs.loops,
                 images=inputs.images,
+                pool=servers if isinstance(servers, ServerPool) else None,
             )
         )
     rollout = Rollout(

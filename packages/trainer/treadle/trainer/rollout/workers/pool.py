@@ -37,7 +37,7 @@ from collections.abc import (
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from treadle.agent_loop import AgentTask, Image, LoopError, Trajectory
 from treadle.agent_loop.aio import concurrently
@@ -55,7 +55,6 @@ from treadle.tracing import (
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.process import Launcher, LostProcessError, ProcessError
 from treadle.trainer.launch.supervision import Restarts
-from treadle.trainer.rollout.attached_server import AttachedServer
 from treadle.trainer.rollout.make_runner import RunnerSettings, Sink, SpanAttributes
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.server_security import server_security
@@ -588,33 +587,40 @@ async def _each(
             yield task
 
 
+class _Addressed(Protocol):
+    @property
+    def address(self) -> str: ...
+
+
 @asynccontextmanager
 async def loop_workers(
     launcher: Launcher,
     config: Config,
     *,
-    servers: AttachedServer | ServerPool,
+    servers: Sequence[_Addressed],
     requirements: Requirements,
     loops: frozenset[str],
     images: bool,
+    pool: ServerPool | None = None,
 ) -> AsyncIterator[tuple[LoopWorkers, RunRouter]]:
     """Runs the loop workers of a run, and the router that they share, while the block runs.
 
     Args:
         loops: Names of the loops that run the rows.
         images: Whether rows may have images.
+        pool: Has the servers, and replaces those that end.
 
     Raises:
         ProcessError: One of the processes did not start, or a worker cannot be set up.
     """
     workers = LoopWorkers(launcher, config, requirements=requirements, loops=loops, images=images)
     async with RunRouter(launcher, config, on_lost=workers.fail) as router, workers:
-        await router.start([server.address for server in servers.live])
+        await router.start([server.address for server in servers])
         starting = workers.start(router.address)
-        if isinstance(servers, ServerPool):
-            router.follow(servers)
-            workers.follow(servers)
-            await servers.replace_while(starting)  # a worker waits for a server that answers
-        else:
+        if pool is None:
             await starting
+        else:
+            router.follow(pool)
+            workers.follow(pool)
+            await pool.replace_while(starting)  # a worker waits for a server that answers
         yield workers, router
