@@ -247,6 +247,7 @@ class _Model:
 
     def start(self) -> None:
         """Begins to work."""
+        self._models.records.begin(self._name)
         self.task = asyncio.create_task(self._work(), name=f"model {self._name}")
         self._news.set()
 
