@@ -1,16 +1,21 @@
-"""What a model accepts, refuses and answers, before any rank is needed."""
+"""What the service accepts, refuses and answers before any rank is needed."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
 
 from treadle.agent_loop.hf import HfRenderer
+from treadle.serve.app import make_app
 from treadle.serve.errors import Limits, ServiceError
 from treadle.serve.policies import Policies, Shape
 from treadle.serve.record import Records
+from treadle.serve.sampling import Sampler
+from treadle.serve.service import Service
 from treadle.serve.store import Store
 from treadle.serve.training import Models
 from treadle.tinker.sdk import MESSAGES
@@ -19,7 +24,7 @@ from treadle.trainer.config.load import load_config
 
 MODEL_PATH = Path(demo.__file__).parent / "calculator" / "model"
 SHAPE = Shape(rank=4, targets="q_proj")
-LIMIT = 4
+LIMITS = Limits(models=2, session_models=2, session_requests=4)
 
 
 class Served:
@@ -36,21 +41,32 @@ class Served:
         )
         config = load_config([], ["data.train_files=none", f"model.path={MODEL_PATH}"]).config
         self.policies = Policies(config, self.store, limit=1)
-        self.records = Records(
-            directory / "runs", HfRenderer.from_directory(MODEL_PATH), MODEL_PATH
-        )
+        renderer = HfRenderer.from_directory(MODEL_PATH)
+        self.records = Records(directory / "runs", renderer, MODEL_PATH)
         self.models = Models(
             self.store,
             self.policies,
             vocab_size=16,
             context_length=8,
             architecture="llama",
-            limits=Limits(models=2, session_models=2, session_requests=LIMIT),
+            limits=LIMITS,
             records=self.records,
+        )
+        sampler = Sampler(
+            self.store, self.policies, renderer, self.records, at_once=1, limits=LIMITS
+        )
+        service = Service(
+            self.store, self.models, sampler, renderer, name="demo", model_path=MODEL_PATH
+        )
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(make_app(service, "key")),
+            base_url="http://here/api/v1",
+            headers={"X-API-Key": "key"},
         )
         self.models.start()
 
     async def close(self) -> None:
+        await self.client.aclose()
         await self.models.close()
         self.store.close()
 
@@ -137,3 +153,37 @@ async def test_a_model_that_cannot_go_on_fails_its_requests(served: Served, tmp_
     for seq in (1, 2, 3, 4):
         assert b"send forward_backward first" in await again.answer(seq)
     await again.close()
+
+
+@pytest.mark.asyncio
+async def test_a_full_disk_is_the_servers_fault_and_a_repeat_is_served(served: Served) -> None:
+    begun = await served.client.post("/create_session", json={})
+    session = begun.json()["session_id"]
+    wanted = {
+        "session_id": session,
+        "model_seq_id": 0,
+        "base_model": "demo",
+        "user_metadata": {"notes": "x" * 100_000},
+    }
+    for extra in (3, 40):  # pages: there is no room for the model, or none for its request
+        (pages,) = served.store.rows("PRAGMA page_count")[0]
+        served.store.rows(f"PRAGMA max_page_count = {pages + extra}")
+        refused = await served.client.post("/create_model", json=wanted)
+        assert (refused.status_code, "disk is full" in refused.text) == (503, True)
+    served.store.rows("PRAGMA max_page_count = 1000000")
+    async with served.policies.turn(Shape(rank=0, targets="")):  # so that no ranks are started
+        made = await served.client.post("/create_model", json=wanted)
+        assert made.json()["model_id"] == f"{session}:train:0"
+        again = await served.client.post("/create_model", json=wanted)
+        assert again.json() == made.json()
+        await served.models.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("session", [{"a": 1}, 1 << 70, "\ud800"])
+async def test_a_value_that_no_database_takes_is_the_clients_fault(
+    served: Served, session: object
+) -> None:
+    content = json.dumps({"session_id": session})
+    refused = await served.client.post("/session_heartbeat", content=content)
+    assert (refused.status_code, "does not fit" in refused.text) == (400, True)

@@ -130,17 +130,16 @@ class Models:
                 f"the server has {self._limits.models} models, as many as --max-models: unload "
                 "one, or start it with more"
             )
-        self.store.write(
-            (
-                "INSERT INTO models (id, session, shape, applied, used, metadata) VALUES "
-                "(?, ?, ?, -1, ?, ?)",
-                *(model, session, shape.text, time.time()),
-                json.dumps(body.get("user_metadata")),
-            )
+        row = (
+            "INSERT INTO models (id, session, shape, applied, used, metadata) VALUES "
+            "(?, ?, ?, -1, ?, ?)",
+            *(model, session, shape.text, time.time()),
+            json.dumps(body.get("user_metadata")),
         )
+        given = json.dumps(dict(body)).encode()
+        self.store.accept(request, model, _CREATED, kind, given, row)  # both or none
         made = self._models[model] = _Model(model, self)
         made.start()
-        made.accept(_CREATED, kind, json.dumps(dict(body)).encode())
         return request
 
     def _unload_abandoned(self) -> bool:
