@@ -63,6 +63,7 @@ def test_the_service_holds_everything(service: ServeProcess, tmp_path: Path) -> 
 
 def test_each_fault_is_named_and_nothing_else(service: ServeProcess, tmp_path: Path) -> None:
     Faulty.behind, Faulty.asked = service.base_url, set()
+    Faulty.deleting = set()
     with ThreadingHTTPServer(("127.0.0.1", 0), Faulty) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         only = " or ".join(name.partition("[")[0].strip() for name in FAULTS)
@@ -71,6 +72,7 @@ def test_each_fault_is_named_and_nothing_else(service: ServeProcess, tmp_path: P
         server.shutdown()
     assert (code, names) == (1, FAULTS)
     assert holds > 50
+    assert Faulty.deleting == {"tml-of-nobody"}
 
 
 def test_no_service_is_said_so(tmp_path: Path) -> None:
@@ -85,6 +87,8 @@ class Faulty(BaseHTTPRequestHandler):
 
     behind: str
     asked: set[bytes]
+    deleting: set[str]
+    """Keys that were sent to delete themselves."""
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -100,6 +104,8 @@ class Faulty(BaseHTTPRequestHandler):
         if path == "/copy_weights":
             self._answer(404, b'{"detail": "Not Found"}', "application/json")
         elif self.command == "DELETE":
+            if path == "/auth/apikey/me":
+                self.deleting.add(self.headers["X-API-Key"])
             self._answer(200, b"{}", "application/json")
         else:
             self._forward(body or None)

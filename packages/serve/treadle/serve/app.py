@@ -42,7 +42,10 @@ _CLIENT_CONFIG: Final[Mapping[str, Any]] = MappingProxyType(
     }
 )
 
-_MISFITS: Final = (AttributeError, KeyError, TypeError, ValueError, OverflowError, sqlite3.Error)
+_MISFITS: Final = (
+    *(AttributeError, KeyError, TypeError, ValueError, OverflowError),
+    *(sqlite3.ProgrammingError, sqlite3.InterfaceError, sqlite3.DataError),
+)
 """What a body raises whose values are of other types or sizes than they must be."""
 
 Given = Mapping[str, Any]
@@ -205,6 +208,10 @@ def _endpoint(
         except _MISFITS as error:
             _log.info("%s", path, exc_info=error)
             return _error(f"the body does not fit {path}: {type(error).__name__}: {error}", 400)
+        except sqlite3.Error as error:
+            _log.exception("%s", path)
+            text = f"the server's database failed: {error}. Free its disk and ask again"
+            return _error(text, 503)
 
     return endpoint
 

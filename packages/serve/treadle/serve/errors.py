@@ -43,7 +43,8 @@ class Limits:
     """What a service has room for, and how much of it one session may have.
 
     Attributes:
-        session_requests: Maximum number to train, and to sample, that are not answered.
+        session_requests: Maximum number to train, and to sample, that are not answered. Of those
+            to train, the ones that wait for an earlier number to come are not counted.
     """
 
     models: int

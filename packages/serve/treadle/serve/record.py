@@ -1,7 +1,12 @@
 """The record of each model, kept as that of a run: `treadle view DIR/runs/*` shows it.
 
-Invariant: a step is recorded after it is in the database, so a killed service may lack the line of
-its last one. What cannot be written is logged, and holds up nobody.
+Invariants:
+
+1. A step is recorded after it is in the database, so a killed service may lack the line of its
+   last one.
+2. What cannot be written is logged, and holds up nobody. A record that failed is opened anew.
+3. A model has a record while it lives: what is sampled from its checkpoints later is counted in
+   `Totals` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from prometheus_client import Counter as Total
 
 from treadle.agent_loop import AgentTask, Completion, Message, StopReason, Trajectory, Transcript
 from treadle.agent_loop.hf import HfRenderer
-from treadle.trainer.checkpoint.run_directory import RunDirectory, RunDirectoryError
+from treadle.trainer.checkpoint.run_directory import RunDirectory
 from treadle.trainer.report import MetricsLog
 from treadle.trainer.report.status import Status, running, write_status
 from treadle.trainer.training_loop.trajectory_store import TrajectoryStore
@@ -57,25 +62,39 @@ class Records:
         self._directory = directory
         self._renderer = renderer
         self._model_path = model_path
-        self._open: dict[str, _Record] = {}
+        self._living: dict[str, _Record | None] = {}
+
+    def begin(self, model: str) -> None:
+        """Permits the record of a model, which is opened when there is something to record."""
+        self._living[model] = None
 
     async def step(self, model: str, values: Mapping[str, float]) -> None:
         """Takes a step of a model, and what was sampled from it since the one before."""
         try:
-            await self._of(model).step(values)
-        except (OSError, RunDirectoryError) as error:
-            _log.warning("the record of model %s is not written: %s", model, error)
+            if (record := self._of(model)) is not None:
+                await record.step(values)
+        except Exception as error:  # a model trains on without its record
+            _log.warning("the record of model %s is not written: %r", model, error)
+            if (failed := self._living.get(model)) is not None:
+                self._living[model] = None
+                await self._interrupt(model, failed)
 
     def sampled(
         self, model: str, name: str, prompt: Sequence[int], completions: Sequence[Completion]
     ) -> None:
         """Takes the completions of a request to sample from a model."""
         try:
-            record = self._of(model)
-        except (OSError, RunDirectoryError) as error:
-            _log.warning("samples of model %s are not recorded: %s", model, error)
-            return
+            if (record := self._of(model)) is not None:
+                self._keep(record, name, prompt, completions)
+        except Exception as error:  # they are answered already
+            _log.warning("samples of model %s are not recorded: %r", model, error)
+
+    def _keep(
+        self, record: _Record, name: str, prompt: Sequence[int], completions: Sequence[Completion]
+    ) -> None:
         record.sampled += sum(len(each.token_ids) for each in completions)
+        if len(record.kept) >= _KEPT_PER_STEP:
+            return
         text = self._renderer.decode(prompt)
         for number, completion in enumerate(completions):
             if len(record.kept) >= _KEPT_PER_STEP:
@@ -100,26 +119,42 @@ class Records:
                 )
             )
 
-    def _of(self, model: str) -> _Record:
-        if (record := self._open.get(model)) is None:
+    def _of(self, model: str) -> _Record | None:
+        """Returns the record of a model; None: the model is freed."""
+        if model not in self._living:
+            return None
+        if (record := self._living[model]) is None:
             directory = self._directory / model.replace(":", "-")
             about = {
                 "run": {"project": "serve", "name": model},
                 "model": {"path": str(self._model_path)},
             }
-            record = self._open[model] = _Record(directory, about, self._renderer)
+            record = self._living[model] = _Record(directory, about, self._renderer)
         return record
 
     def end(self, model: str) -> None:
         """Ends the record of a model that is freed."""
-        if (record := self._open.pop(model, None)) is not None:
-            record.close(Status(state="finished"))
+        if (record := self._living.pop(model, None)) is not None:
+            self._close(model, record, Status(state="finished"))
 
     async def close(self) -> None:
         """Ends all records, as those of runs that go on when the service is started again."""
-        for record in self._open.values():
+        for model, record in self._living.items():
+            if record is not None:
+                await self._interrupt(model, record)
+
+    async def _interrupt(self, model: str, record: _Record) -> None:
+        try:
             await record.flush()
-            record.close(Status(state="interrupted"))
+        except Exception as error:  # the others are ended all the same
+            _log.warning("the last samples of model %s are not written: %r", model, error)
+        self._close(model, record, Status(state="interrupted"))
+
+    def _close(self, model: str, record: _Record, status: Status) -> None:
+        try:
+            record.close(status)
+        except Exception as error:  # it is closed, with an older status
+            _log.warning("the status of model %s is not written: %r", model, error)
 
 
 class _Record:
@@ -128,17 +163,18 @@ class _Record:
         self.sampled = 0
         self._directory = directory
         self._began = time.monotonic()
-        self._stack = ExitStack()
-        self._stack.enter_context(run := RunDirectory(directory))
-        run.write_config(about)
-        # Nothing is removed: a step that was recorded has been answered.
-        self._metrics = self._stack.enter_context(
-            MetricsLog(directory / "metrics.jsonl", resume_after=sys.maxsize)
-        )
-        self._trajectories = TrajectoryStore(
-            directory, decode=renderer.decode, max_bytes=_MAX_BYTES, resume_after=sys.maxsize
-        )
-        write_status(directory, running(max(0, self._metrics.last_step), None))
+        with ExitStack() as stack:
+            stack.enter_context(run := RunDirectory(directory))
+            run.write_config(about)
+            # Nothing is removed: a step that was recorded has been answered.
+            self._metrics = stack.enter_context(
+                MetricsLog(directory / "metrics.jsonl", resume_after=sys.maxsize)
+            )
+            self._trajectories = TrajectoryStore(
+                directory, decode=renderer.decode, max_bytes=_MAX_BYTES, resume_after=sys.maxsize
+            )
+            write_status(directory, running(max(0, self._metrics.last_step), None))
+            self._stack = stack.pop_all()
 
     async def step(self, values: Mapping[str, float]) -> None:
         step = max(0, self._metrics.last_step) + 1

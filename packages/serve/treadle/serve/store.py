@@ -97,10 +97,11 @@ class Store:
         try:
             for statement, *values in statements:
                 self._db.execute(statement, values)
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # a full disk has ended it
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     # --- states ------------------------------------------------------------------------------
 
@@ -138,9 +139,16 @@ class Store:
 
     # --- requests to train -------------------------------------------------------------------
 
-    def accept(self, request: str, model: str, seq: int, kind: str, body: bytes) -> None:
-        """Writes down a request before its client is told that it is accepted."""
+    def accept(
+        self, request: str, model: str, seq: int, kind: str, body: bytes, *before: tuple[Any, ...]
+    ) -> None:
+        """Writes down a request before its client is told that it is accepted.
+
+        Args:
+            before: Statements that come before it, each with its values.
+        """
         self.write(
+            *before,
             (
                 "INSERT INTO requests (id, model, seq, kind, body) VALUES (?, ?, ?, ?, ?)",
                 *(request, model, seq, kind, body),

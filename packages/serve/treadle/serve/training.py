@@ -14,6 +14,7 @@ asks for an answer waits for it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import shutil
@@ -45,7 +46,11 @@ _CREATED: Final = 0
 _ABANDONED_S: Final = 3600.0
 """How long a client has given no heartbeat when its models may make room for others."""
 _MAX_WAITING: Final = 1024
-"""Requests of a model that wait."""
+"""Requests of a model that wait, beside the one that is next."""
+_RESTART: Final = (
+    "Start the server again: the model goes on from its last state, with the requests that it has "
+    "accepted. See logs/serve.log"
+)
 _SEGMENTS: Final = {
     "save_weights": "weights",
     "save_weights_for_sampler": "sampler_weights",
@@ -85,7 +90,9 @@ class Models:
         self._limits = limits
         self._models: dict[str, _Model] = {}
         records.totals.models.set_function(lambda: len(self._models))
-        records.totals.waiting.labels("train").set_function(lambda: self._in_flight(""))
+        records.totals.waiting.labels("train").set_function(
+            lambda: sum(len(model.waiting) for model in self._models.values())
+        )
         self._answered: dict[str, asyncio.Event] = {}
 
     def start(self) -> None:
@@ -123,17 +130,16 @@ class Models:
                 f"the server has {self._limits.models} models, as many as --max-models: unload "
                 "one, or start it with more"
             )
-        self.store.write(
-            (
-                "INSERT INTO models (id, session, shape, applied, used, metadata) VALUES "
-                "(?, ?, ?, -1, ?, ?)",
-                *(model, session, shape.text, time.time()),
-                json.dumps(body.get("user_metadata")),
-            )
+        row = (
+            "INSERT INTO models (id, session, shape, applied, used, metadata) VALUES "
+            "(?, ?, ?, -1, ?, ?)",
+            *(model, session, shape.text, time.time()),
+            json.dumps(body.get("user_metadata")),
         )
+        given = json.dumps(dict(body)).encode()
+        self.store.accept(request, model, _CREATED, kind, given, row)  # both or none
         made = self._models[model] = _Model(model, self)
         made.start()
-        made.accept(_CREATED, kind, json.dumps(dict(body)).encode())
         return request
 
     def _unload_abandoned(self) -> bool:
@@ -162,11 +168,9 @@ class Models:
             raise ServiceError(f"seq_id={seq!r} of model {model}: number its requests from 1")
         session = model.partition(":")[0]
         if not found.has(seq):
-            self._limits.check_requests(session, self._in_flight(session))
+            own = [m for name, m in self._models.items() if name.startswith(f"{session}:")]
+            self._limits.check_requests(session, sum(m.runnable for m in own))
         return found.accept(seq, kind, body)
-
-    def _in_flight(self, session: str) -> int:
-        return sum(len(m.waiting) for name, m in self._models.items() if name.startswith(session))
 
     def unload(self, model: str) -> None:
         """Frees a model; its checkpoints stay.
@@ -196,15 +200,17 @@ class Models:
         model = request.rpartition(":")[0]
         if self.store.row("SELECT id FROM requests WHERE id = ?", request) is None:
             raise unknown("request", request, "it was never made, or its answer is too old")
-        if model not in self._models:
+        if (found := self._models.get(model)) is None:
             raise unknown("model", model, "it was unloaded before it came to this request")
+        if found.stopped is not None:
+            return found.stopped
         event = self._answered.setdefault(request, asyncio.Event())
         try:
             async with asyncio.timeout(wait_s):
                 await event.wait()
         except TimeoutError:
             return None
-        return self.store.answer_of(request)
+        return self.store.answer_of(request) or found.stopped
 
     def wake(self, request: str) -> None:
         """Wakes the polls that wait for an answer."""
@@ -231,6 +237,7 @@ class _Model:
         self._news = asyncio.Event()
         self.task: asyncio.Task[None] | None = None
         self.ended = False
+        self.stopped: StoredAnswer | None = None
         for each in self._store.rows(
             "SELECT id, seq, kind, body, type FROM requests WHERE model = ? AND seq >= ? AND body "
             "IS NOT NULL ORDER BY seq",
@@ -247,6 +254,7 @@ class _Model:
 
     def start(self) -> None:
         """Begins to work."""
+        self._models.records.begin(self._name)
         self.task = asyncio.create_task(self._work(), name=f"model {self._name}")
         self._news.set()
 
@@ -254,12 +262,19 @@ class _Model:
         """Returns whether a request came before."""
         return seq < self._next or seq in self.waiting
 
+    @property
+    def runnable(self) -> int:
+        """Number of requests that wait for no other request to come."""
+        return next(n for n in itertools.count() if self._next + n not in self.waiting)
+
     def accept(self, seq: int, kind: str, body: bytes) -> str:
         """See `Models.accept`."""
         request = f"{self._name}:{seq}"
         if self.has(seq):
             return request
-        if len(self.waiting) >= _MAX_WAITING:
+        if self.stopped is not None:
+            raise ServiceError(f"model {self._name} has stopped. {_RESTART}", status=503)
+        if len(self.waiting) >= _MAX_WAITING and seq != self._next:  # for which the others wait
             raise ServiceError(
                 f"{_MAX_WAITING} requests wait for model {self._name}: wait for answers", status=429
             )
@@ -269,12 +284,24 @@ class _Model:
         return request
 
     async def _work(self) -> None:
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            while self._next in self.waiting and not self.ended:
-                async with self._models.policies.turn(self._shape):
-                    await self._take_turn()
+        try:
+            while True:
+                await self._news.wait()
+                self._news.clear()
+                while self._next in self.waiting and not self.ended:
+                    async with self._models.policies.turn(self._shape):
+                        await self._take_turn()
+        except Exception as error:  # a defect, or a database that cannot be written
+            _log.exception("model %s has stopped", self._name)
+            self._stop(error)
+
+    def _stop(self, error: Exception) -> None:
+        """Fails what waits, until the server is started again."""
+        text = f"model {self._name} has stopped, by {type(error).__name__}: {error}. {_RESTART}"
+        self.stopped = _failed(text, "server")
+        waiting, self.waiting = self.waiting, {}
+        for seq in waiting:
+            self._models.wake(f"{self._name}:{seq}")
 
     async def _take_turn(self) -> None:
         """Does what waits, up to a step: another model would take up the policy in between."""
@@ -288,11 +315,13 @@ class _Model:
     async def _do(self, seq: int, kind: str, body: bytes) -> None:
         request = f"{self._name}:{seq}"
         changes: Sequence[tuple[Any, ...]] = ()
+        outcome = "failed"
         try:
             if kind == "forward_backward":
                 answer = await self._pass(request, body)
             else:
                 answer, changes = await self._execute(seq, kind, json.loads(body))
+            outcome = "done"
         except ServiceError as error:
             answer = _failed(str(error), error.category)
         except Exception as error:  # a defect of the service must not stop the model
@@ -301,7 +330,6 @@ class _Model:
         self._next = seq + 1
         self._store.answered(request, answer, *changes)
         self._models.wake(request)
-        outcome = "failed" if kind != "forward_backward" and b'"error"' in answer.body else "done"
         self._models.records.totals.requests.labels(kind, outcome).inc()
         stepped, self._stepped = self._stepped, None
         if stepped is not None:
