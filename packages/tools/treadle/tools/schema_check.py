@@ -16,6 +16,8 @@ _SINGLE: Final = ("items", "additionalProperties", "not", "if", "then", "else", 
 _LISTED: Final = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NOTES: Final = ("title", "description", "default", "example", "examples", "nullable", "format")
 _NEAR: Final = 0.75
+_MORE: Final = ("$ref", "$dynamicRef", "allOf", "anyOf", "oneOf", "if", "patternProperties")
+"""Keywords by which an object may have properties that it does not list."""
 
 
 def check_schema(spec: ToolSpec, where: str) -> None:
@@ -49,12 +51,22 @@ def check_schema(spec: ToolSpec, where: str) -> None:
                     f"{near[0]!r}?"
                 )
         names = part.get("properties", {})
-        for name in part.get("required", ()):
-            if name not in names and "patternProperties" not in part:
+        for name in part.get("required", ()) if _lists_all(part) else ():
+            if name not in names:
                 raise SetupError(
                     f"{of}{key}.required has {name!r}, which is no property"
                     f"{did_you_mean(name, list(names))}; there are: {', '.join(names) or 'none'}"
                 )
+
+
+def _lists_all(part: Mapping[str, Any]) -> bool:
+    """Returns whether a schema is an object with its own properties and no others."""
+    return (
+        part.get("type") == "object"
+        and "properties" in part
+        and not part.get("additionalProperties", False)
+        and part.keys().isdisjoint(_MORE)
+    )
 
 
 def _schemas(schema: object, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -19,6 +19,23 @@ def test_what_is_a_schema_passes_with_keywords_of_others() -> None:
 
 
 @pytest.mark.parametrize(
+    "rest",
+    [
+        {"anyOf": [{"required": ["a"]}, {"required": ["c"]}]},
+        {"allOf": [{"required": ["a"]}]},
+        {"allOf": [{"properties": {"x": {}}}], "required": ["x"]},
+        {"if": {"properties": {"a": {}}, "required": ["c"]}, "then": {"required": ["a"]}},
+        {"$ref": "#/$defs/more", "$defs": {"more": {"properties": {"x": {}}}}, "required": ["x"]},
+        {"additionalProperties": True, "required": ["x"]},
+        {"additionalProperties": {"type": "string"}, "required": ["x"]},
+        {"patternProperties": {"^x": {}}, "required": ["x"]},
+    ],
+)
+def test_a_required_property_may_be_of_another_part(rest: Mapping[str, object]) -> None:
+    check({"type": "object", "properties": {"a": {}, "c": {}}, **rest})
+
+
+@pytest.mark.parametrize(
     ("parameters", "why"),
     [
         ({"type": "object", "propertys": {}}, "has 'propertys'.*did you mean 'properties'"),
@@ -27,7 +44,7 @@ def test_what_is_a_schema_passes_with_keywords_of_others() -> None:
             r"parameters\.properties\.number\.type is no JSON Schema: 'integr' is not valid",
         ),
         (
-            {"properties": {"number": {}}, "required": ["nmber"]},
+            {"type": "object", "properties": {"number": {}}, "required": ["nmber"]},
             r"required has 'nmber', which is no property, did you mean 'number'",
         ),
         ({"properties": {"n": {"items": {"enmu": [1]}}}}, r"properties\.n\.items has 'enmu'"),

@@ -93,7 +93,7 @@ def train(
     run_dir = config.run.dir or new_run_dir(config.run.name)
 
     def attempt(losses: Sequence[str]) -> Summary:
-        checked = check_run(settings_to_resume(config, losses), run_dir, own)
+        checked = check_run(settings_to_resume(config, losses), run_dir, own, resumes=bool(losses))
         return _wait(run_training(checked, losses=losses))
 
     summary = run_resuming(attempt, run_dir=run_dir, max_failures=config.launch.max_failures)

@@ -44,6 +44,8 @@ from treadle.agent_loop.row_arguments import Parameters
 
 ENTRY_POINTS = "treadle.rewards"
 GROUP = "trajectories"
+OF_MESSAGES = frozenset({"prompt", "images"})
+"""Columns that a task has in its messages, and not in its fields."""
 _VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth")
 _OF_TRL = ("completions", "prompts")
 
@@ -99,7 +101,16 @@ class UserReward:
 
     def check_row(self, fields: Mapping[str, object]) -> None:
         """Raises `SetupError` if a row with these columns lacks a parameter's value."""
-        self._arguments(fields)
+        extra = fields.get("extra_info")
+        own = extra if isinstance(extra, Mapping) else {}
+        for name in sorted(self.parameters.defaults.keys() & fields.keys() & OF_MESSAGES):
+            if own.get(name) is None:
+                raise SetupError(
+                    f"the reward {self.name} takes {name}, a column that the row's messages are "
+                    "made of: read trajectory.task.messages, or write the value into the row's "
+                    "extra_info too"
+                )
+        self._arguments({n: value for n, value in fields.items() if n not in OF_MESSAGES})
 
     def __call__(self, given: Trajectory | Sequence[Trajectory]) -> Any:
         """Returns the score of a trajectory, or a list of those of a group; later, if `is_async`.

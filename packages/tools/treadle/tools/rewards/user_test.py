@@ -176,6 +176,17 @@ def test_further_parameters_are_columns_of_the_row_or_of_its_extra_info(mine: Pa
         near.check_row({"level": 3})
 
 
+@pytest.mark.parametrize("name", ["prompt", "images"])
+def test_a_column_that_is_in_the_messages_is_no_argument(name: str) -> None:
+    read = {"trajectory": None}
+    exec(f"def reward(trajectory, {name}=None): return float({name} == 'in')", read)
+    reward = rewards.from_function(read["reward"])  # type: ignore[arg-type]
+    with pytest.raises(SetupError, match=f"takes {name}, a column .* trajectory.task.messages"):
+        reward.check_row({name: "?"})
+    reward.check_row({name: "?", "extra_info": {name: "in"}})
+    assert reward(make_trajectory(fields={"extra_info": {name: "in"}})) == Score(value=1.0)
+
+
 def test_a_reward_of_a_group_gets_all_of_a_row_and_returns_one_result_for_each(mine: Path) -> None:
     longest, trajectory = load(f"{mine}:longest"), make_trajectory(fields={"answer": 2})
     assert longest((trajectory, trajectory)) == [Score(value=14.0), Score(value=14.0)]

@@ -149,7 +149,7 @@ def _train(loaded: LoadedConfig) -> int:
 
     def attempt(losses: Sequence[str]) -> "Coroutine[Any, Any, Summary]":
         try:
-            checked = check_run(settings_to_resume(config, losses), run_dir)
+            checked = check_run(settings_to_resume(config, losses), run_dir, resumes=bool(losses))
         except INPUT_ERRORS as error:
             _as_written(error, loaded)
             raise

@@ -12,7 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, overload
+from typing import overload
 
 from treadle.agent_loop import (
     AgentTask,
@@ -22,15 +22,13 @@ from treadle.agent_loop import (
     Tool,
     derive_seed,
 )
+from treadle.tools.rewards.user import OF_MESSAGES
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.data.images import row_messages
 from treadle.trainer.data.row import Row
 from treadle.trainer.data.rows_in_files import RowsInFiles
 from treadle.trainer.data.rules import PromptRules, check_rows
 from treadle.trainer.data.shorten import shorten
-
-_OF_MESSAGES: Final = ("prompt", "images")
-"""Columns that a task has in its messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +54,7 @@ class Prompt:
                 rollout_index=rollout_index,
                 loop=self.loop,
                 messages=self.messages,
-                fields={k: v for k, v in self.row.columns.items() if k not in _OF_MESSAGES},
+                fields={k: v for k, v in self.row.columns.items() if k not in OF_MESSAGES},
                 seed=derive_seed(seed, self.split, step, self.row.index, rollout_index),
             )
             for rollout_index in range(samples)

@@ -60,6 +60,7 @@ def check_run(
     *,
     plan_only: bool = False,
     missing: MissingSettings | None = None,
+    resumes: bool = False,
 ) -> CheckedRun:
     """Makes all checks; takes seconds, and longer for many rows.
 
@@ -70,6 +71,8 @@ def check_run(
             (`transformers_without_torch`), and the GPUs may be those of another machine.
         missing: Settings that `config` has in form only: one of the problems, whose values are
             not looked at.
+        resumes: Whether the run resumes by itself. As for one whose directory holds steps, the
+            user's code is not tried then: it has run, and what it needs may be down for a moment.
 
     Raises:
         ConfigError: A setting cannot be carried out on this machine.
@@ -98,7 +101,9 @@ def check_run(
     found.make((*ROWS, RUN_DIRECTORY, *OWN_CODE))
     with transformers_without_torch() if plan_only else nullcontext():
         found.make(TRAINED_MODEL)
-    found.make((*PROMPTS, TRIAL, *PROCESSES))
+    resume = found.get("resume")
+    has_run = resumes or (resume is not None and resume.begun)
+    found.make((*PROMPTS, *(() if has_run else (TRIAL,)), *PROCESSES))
     # A run reserves its GPUs as it starts.
     cluster = ask_cluster(config) if plan_only else None
     found.problems.raise_if_any()
