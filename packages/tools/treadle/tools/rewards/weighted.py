@@ -30,7 +30,7 @@ from treadle.agent_loop.errors import did_you_mean
 from treadle.agent_loop.user_calls import call_user, result_of
 from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import UserReward
-from treadle.tracing import Metric
+from treadle.tracing import Metric, Reduce
 
 __all__ = ["WeightedRewards", "short_name", "user_functions", "weighed"]
 
@@ -87,6 +87,10 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
         parts: By the short names of the rewards.
         weights: By the same names; 1 where it has none.
     """
+
+    SUMMED = "rewards/summed"
+    """Metric of a trajectory whose reward is a weighted sum: how many results were added. A sum of
+    0 or 1 says nothing of a right answer."""
 
     def __init__(self, parts: Mapping[str, RewardFn], weights: Mapping[str, float]) -> None:
         self.parts = parts
@@ -176,13 +180,16 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
         return await call(f"the reward {name}", partial(self.parts[name], given))
 
     def _sum(self, judged: Mapping[str, Score]) -> Score:
+        metrics = [
+            metric
+            for name, each in judged.items()
+            for metric in (Metric(f"reward/{name}", each.value), *each.metrics)
+        ]
+        if len(self.parts) > 1 or any(weight != 1 for weight in self._weights.values()):
+            metrics.append(Metric(self.SUMMED, float(len(judged)), Reduce.SUM))
         return Score(
             value=sum(self._weights.get(name, 1.0) * each.value for name, each in judged.items()),
-            metrics=tuple(
-                metric
-                for name, each in judged.items()
-                for metric in (Metric(f"reward/{name}", each.value), *each.metrics)
-            ),
+            metrics=tuple(metrics),
             answer=next((s.answer for s in judged.values() if s.answer is not None), None),
         )
 
