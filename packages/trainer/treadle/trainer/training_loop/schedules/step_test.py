@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from treadle.trainer.checkpoint.run_directory import Best, Checkpoints, RunDirectoryError
-from treadle.trainer.config.schema import ScheduleConfig
+from treadle.trainer.config.launch import LocalLaunchConfig
+from treadle.trainer.config.schema import ScheduleConfig, check_max_failures
 from treadle.trainer.training_loop.schedules.step import _choose_best, steps_of
 
 
@@ -103,6 +104,19 @@ def test_a_run_that_opens_compares_by_its_metric_what_it_has_kept(tmp_path: Path
     (tmp_path / "step-00000002" / "state.json").write_text("{")
     checkpoints.choose_best("val/reward", until=6)
     assert checkpoints.best == Best(step=4, value=0.2), "the other is damaged"
+
+
+def test_best_alone_leaves_checkpoints_that_a_run_resumes_from(tmp_path: Path) -> None:
+    alone = {"val_every": 2, "best": "val/reward", "save_last": False, "save_minutes": None}
+    schedule = ScheduleConfig.model_validate(alone)
+    kept = "with each validation and when interrupted; the greatest val/reward is kept"
+    assert schedule.when_saved() == kept
+    assert schedule.keeps_checkpoints
+    check_max_failures(LocalLaunchConfig(max_failures=1), schedule)
+    never = ScheduleConfig.model_validate({**alone, "best": None})
+    assert never.when_saved() == "never: the trained model will be lost"
+    with pytest.raises(ValueError, match="resumes from a checkpoint"):
+        check_max_failures(LocalLaunchConfig(max_failures=1), never)
 
 
 def test_a_best_that_is_not_measured_is_noted(tmp_path: Path) -> None:
