@@ -6,7 +6,8 @@ reward judges fails.
 
 Rewards that take `trajectories` compare: they get those of a row that ended well at once, when the
 last one has ended, and `of_group` adds what they return. That is done in the driver, whichever
-process ran the trajectories. If such a reward fails, so do all trajectories of the group.
+process ran the trajectories. If such a reward fails, so do all trajectories of the group; if it is
+late, they are late.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from treadle.agent_loop import (
     Score,
     SetupError,
     Trajectory,
+    TrajectoryTimeoutError,
     boundary,
 )
 from treadle.agent_loop.errors import did_you_mean
@@ -157,8 +159,11 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
                     ]
                 )
         except RolloutError as failed:
-            late = f"{failed}; it did not end within {deadline_s:g} s (agent.deadline_s)"
-            error = RewardError(late) if limit.expired() else failed
+            error: RolloutError = failed
+            if limit.expired():
+                late = f"{failed}; it did not end within {deadline_s:g} s (agent.deadline_s)"
+                error = TrajectoryTimeoutError(late)
+                error.__cause__ = failed
             added = iter([Trajectory.failed(t.task, error) for t in ended])
         return [next(added) if t.error is None else t for t in trajectories]
 

@@ -14,6 +14,7 @@ from treadle.agent_loop import (
     SetupError,
     StopReason,
     Trajectory,
+    TrajectoryTimeoutError,
 )
 from treadle.tools.rewards import WeightedRewards, from_function, resolve_all, weighed
 from treadle.tracing import Metric, Reduce
@@ -118,8 +119,10 @@ async def test_all_of_a_group_fail_with_the_reward_that_compares_them(
 ) -> None:
     given = (reward, later) if reward is never else (reward,)
     for each in await compared(of(*given), "?", "?", limit_s=0.01):
-        assert isinstance(each.error, RewardError)
-        with pytest.raises(RewardError, match=why):
+        # As of any trajectory that is late: it is no bug of the reward.
+        kind = TrajectoryTimeoutError if reward is hangs else RewardError
+        with pytest.raises(kind, match=why):
+            assert each.error is not None
             raise each.error
 
 
