@@ -6,7 +6,8 @@ reward judges fails.
 
 Rewards that take `trajectories` compare: they get those of a row that ended well at once, when the
 last one has ended, and `of_group` adds what they return. That is done in the driver, whichever
-process ran the trajectories. If such a reward fails, so do all trajectories of the group.
+process ran the trajectories. If such a reward fails, so do all trajectories of the group; if it is
+late, they are late.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from treadle.agent_loop import (
     Score,
     SetupError,
     Trajectory,
+    TrajectoryTimeoutError,
     boundary,
 )
 from treadle.agent_loop.errors import did_you_mean
 from treadle.agent_loop.user_calls import call_user, result_of
 from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import UserReward
-from treadle.tracing import Metric
+from treadle.tracing import Metric, Reduce
 
 __all__ = ["WeightedRewards", "short_name", "user_functions", "weighed"]
 
@@ -87,6 +89,10 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
         parts: By the short names of the rewards.
         weights: By the same names; 1 where it has none.
     """
+
+    SUMMED = "rewards/summed"
+    """Metric of a trajectory whose reward is a weighted sum: how many results were added. A sum of
+    0 or 1 says nothing of a right answer."""
 
     def __init__(self, parts: Mapping[str, RewardFn], weights: Mapping[str, float]) -> None:
         self.parts = parts
@@ -153,8 +159,11 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
                     ]
                 )
         except RolloutError as failed:
-            late = f"{failed}; it did not end within {deadline_s:g} s (agent.deadline_s)"
-            error = RewardError(late) if limit.expired() else failed
+            error: RolloutError = failed
+            if limit.expired():
+                late = f"{failed}; it did not end within {deadline_s:g} s (agent.deadline_s)"
+                error = TrajectoryTimeoutError(late)
+                error.__cause__ = failed
             added = iter([Trajectory.failed(t.task, error) for t in ended])
         return [next(added) if t.error is None else t for t in trajectories]
 
@@ -176,13 +185,16 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
         return await call(f"the reward {name}", partial(self.parts[name], given))
 
     def _sum(self, judged: Mapping[str, Score]) -> Score:
+        metrics = [
+            metric
+            for name, each in judged.items()
+            for metric in (Metric(f"reward/{name}", each.value), *each.metrics)
+        ]
+        if len(self.parts) > 1 or any(weight != 1 for weight in self._weights.values()):
+            metrics.append(Metric(self.SUMMED, float(len(judged)), Reduce.SUM))
         return Score(
             value=sum(self._weights.get(name, 1.0) * each.value for name, each in judged.items()),
-            metrics=tuple(
-                metric
-                for name, each in judged.items()
-                for metric in (Metric(f"reward/{name}", each.value), *each.metrics)
-            ),
+            metrics=tuple(metrics),
             answer=next((s.answer for s in judged.values() if s.answer is not None), None),
         )
 

@@ -306,7 +306,7 @@ def _check_that_nothing_was_saved(directory: RunDirectory, config: AnyConfig) ->
             f"{directory.path / CHECKPOINTS} has none: put it back, choose another directory, or "
             "remove this one"
         )
-    if config.schedule.save_every is None and config.schedule.save_minutes is None:
+    if not config.schedule.resumable:
         raise RunDirectoryError(
             f"run.dir={directory.path} holds a run that kept no checkpoint to resume from "
             "(schedule.save_every=null, schedule.save_minutes=null): choose another directory, or "

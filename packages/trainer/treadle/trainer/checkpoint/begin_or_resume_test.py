@@ -19,12 +19,14 @@ from treadle.trainer.checkpoint.begin_or_resume import (
 from treadle.trainer.checkpoint.run_directory import (
     CHECKPOINTS,
     POLICY,
+    Best,
     Checkpoints,
     RunDirectory,
     RunDirectoryError,
 )
 from treadle.trainer.config.load import load_config
 from treadle.trainer.demo import DEMO
+from treadle.trainer.training_loop.run_record import _begin
 
 
 async def _write(directory: Path) -> None:
@@ -119,7 +121,11 @@ def test_a_run_is_set_back_once_and_then_goes_on(tmp_path: Path) -> None:
     assert not _find(run, f"run.resume={run}").set_back
 
     Checkpoints(run / CHECKPOINTS, keep=2).set_back(1)
+    checkpoints = Checkpoints(run / CHECKPOINTS, keep=2)
+    checkpoints.set_best(Best(step=2, value=0.9))
     config = load_config([DEMO], ["schedule.save_every=1", back]).config
+    assert _begin(RunDirectory(run), checkpoints, config, 9).set_back
+    assert checkpoints.best is None, "it was of a step that is trained again"
     RunDirectory(run).write_config(config.model_dump(mode="json"))
     for again in (back, "run.resume=auto"):
         found = _find(run, again)

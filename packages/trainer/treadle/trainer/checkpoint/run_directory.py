@@ -271,6 +271,31 @@ class Checkpoints:
         else:
             write_json(self._directory / _BEST, dataclasses.asdict(best))
 
+    def choose_best(self, metric: str | None, *, until: int) -> None:
+        """Makes the best that of the checkpoints up to a step; the first of equal ones.
+
+        A run chooses so when it opens: what it chose before may be by another metric, of a step
+        that it was set back from, or without the checkpoint that it had completed last.
+
+        Args:
+            metric: Metric whose greatest value is the best. None: no checkpoint is.
+            until: The last step of the run so far.
+
+        Raises:
+            RunDirectoryError: A later release wrote one of them.
+        """
+        best: Best | None = None
+        for step in self.steps() if metric is not None else ():
+            with contextlib.suppress(DamageError):
+                if step <= until:
+                    directory = self._directory / _name(step)
+                    value = _open(directory, to="read the model", contents=False).metrics.get(
+                        metric
+                    )
+                    if value is not None and (best is None or value > best.value):
+                        best = Best(step=step, value=value)
+        self.set_best(best)
+
     def steps(self) -> tuple[int, ...]:
         """Returns the steps that have a checkpoint, whole or not, in order."""
         names = {path.name for path in self._directory.glob("step-*") if path.is_dir()}
@@ -396,6 +421,7 @@ class Checkpoints:
             partial.rename(self._directory / name)
             manifest = f"{self._directory.name}/{name}/{MANIFEST}"
             seal_file(self._directory.parent, step, manifest)
+            self._remove_abandoned(name)
             self._point_to(name)
         self.saved_at = time.monotonic()
         self._remove_old(name)
@@ -421,6 +447,13 @@ class Checkpoints:
                     shutil.rmtree(leftover)
                 else:
                     leftover.unlink()
+
+    def _remove_abandoned(self, newest: str) -> None:
+        """Removes checkpoints that the run was set back from, and has now passed."""
+        if (last := self._last_good) is not None:
+            for step in self.steps():
+                if last.name < _name(step) < newest:
+                    shutil.rmtree(self._directory / _name(step))
 
     def _remove_old(self, newest: str) -> None:
         """Keeps `newest` and older ones; later ones are from before the run was set back."""

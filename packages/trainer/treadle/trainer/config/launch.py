@@ -17,8 +17,9 @@ class _LaunchConfig(Section):
     """Maximum time for a policy rank to start; servers have rollout.start_deadline_s."""
     max_failures: Annotated[int, Field(ge=0)] = 0
     """Number of times that the run resumes by itself from its latest checkpoint because a policy
-    rank or its node is lost, counted from each checkpoint on; it needs schedule.save_every
-    or schedule.save_minutes. What a rank raises by itself, and errors of the input, end the run."""
+    rank or its node is lost, counted from each checkpoint on; it needs schedule.save_every,
+    schedule.save_minutes or schedule.best. What a rank raises by itself, and errors of the
+    input, end the run."""
     nodes: Count = 1
     """Number of machines whose GPUs the run uses. Above 1, Ray places the processes."""
     gpus_per_node: Annotated[int, Field(ge=0)] = 0

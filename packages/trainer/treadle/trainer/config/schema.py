@@ -230,7 +230,7 @@ class StepsConfig(Section):
     save_minutes: Annotated[float, Field(gt=0)] | None = 30.0
     """A step also ends with a checkpoint when this long has passed since the last one, or since the
     start. Null: time does not count. An interrupted run (Ctrl-C, SIGTERM) saves its last step, too,
-    unless save_every and save_minutes are null and save_last is false."""
+    unless the settings ask for no checkpoint at all."""
     save_last: bool = True
     """Save a checkpoint after the last step."""
     save_hf: Literal["never", "last", "every"] = "last"
@@ -241,19 +241,27 @@ class StepsConfig(Section):
     """Number of checkpoints to keep, the latest ones."""
 
     @property
+    def resumable(self) -> bool:
+        """Whether a run is to leave a checkpoint before its last step."""
+        return self.save_every is not None or self.save_minutes is not None
+
+    @property
     def keeps_checkpoints(self) -> bool:
         """Whether a run is to leave a checkpoint."""
-        return self.save_last or self.save_every is not None or self.save_minutes is not None
+        return self.save_last or self.resumable
 
     def when_saved(self) -> str:
         """Returns when there is a checkpoint, for the plan."""
         if not self.keeps_checkpoints:
             return "never: the trained model will be lost"
+        times = [*self._times_saved(), "when interrupted"]
+        return " and ".join([", ".join(times[:-1]), times[-1]])
+
+    def _times_saved(self) -> list[str]:
         often = "" if self.save_every is None else f"every {self.save_every} steps"
         minutes = "" if self.save_minutes is None else f"after {self.save_minutes:g} minutes"
         last = "after the last step" if self.save_last else ""
-        times = [each for each in (often, minutes, last, "when interrupted") if each]
-        return " and ".join([", ".join(times[:-1]), times[-1]])
+        return [each for each in (often, minutes, last) if each]
 
     def validates(self, step: int, *, last: bool) -> bool:
         """Returns whether a step ends with a validation."""
@@ -291,13 +299,19 @@ class ScheduleConfig(StepsConfig):
     best: Literal["val/reward", "val/accuracy"] | None = None
     """Metric whose greatest value makes a validation's step the best of the run: each validation
     then ends with a checkpoint, that of the best is kept beside keep_checkpoints, and stands for
-    the run in model.path, `treadle eval` and `treadle export`. Null: the latest does."""
+    the run in model.path, `treadle eval` and `treadle export`. A run that resumes, or is set back,
+    compares the checkpoints that it has up to there anew. Null: the latest does."""
     patience: Count | None = None
     """The run ends early after this many validations in a row that are not better than `best`.
     Null: it does not."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """async: how many versions behind the weights may be that a group began with, when a step
     trains on it."""
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a run is to leave a checkpoint before its last step."""
+        return super().resumable or self.best is not None
 
     def saves(self, step: int, *, last: bool) -> bool:
         """Returns whether a step ends with a checkpoint: those that validate do with `best`."""
@@ -310,8 +324,11 @@ class ScheduleConfig(StepsConfig):
 
     def when_saved(self) -> str:
         """Returns when there is a checkpoint, for the plan."""
-        best = f" and with each validation; the greatest {self.best} is kept" if self.best else ""
+        best = f"; the greatest {self.best} is kept" if self.best else ""
         return super().when_saved() + best
+
+    def _times_saved(self) -> list[str]:
+        return [*super()._times_saved(), *(["with each validation"] if self.best else [])]
 
     def is_stuck(self, step: int, best: int) -> bool:
         """Returns whether a run ends early after a step, with its best validation at `best`."""
@@ -353,7 +370,7 @@ def check_max_failures(launch: LocalLaunchConfig | RayLaunchConfig, schedule: St
     Raises:
         ValueError: See above.
     """
-    if launch.max_failures and schedule.save_every is None and schedule.save_minutes is None:
+    if launch.max_failures and not schedule.resumable:
         raise ValueError(
             f"launch.max_failures={launch.max_failures} resumes from a checkpoint, and "
             "schedule.save_every=null with schedule.save_minutes=null keeps none before the last "

@@ -24,7 +24,7 @@ def table(scores: Sequence[Scores]) -> str:
     else:
         terms.append(
             "No accuracy and no pass@k: the reward does not tell right from wrong. It does where "
-            "it is 0 or 1, or gives `accuracy` beside a score."
+            "it is 0 or 1 and no weighted sum, or gives `accuracy` beside a score."
         )
     parts = [_scored(shown), _ended(shown)]
     if together := _together(shown):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from treadle.agent_loop import Trajectory
+from treadle.tools.rewards import WeightedRewards
 from treadle.tracing import aggregate
 from treadle.trainer.report.metrics import (
     REWARD,
@@ -84,10 +85,10 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     Returns:
         `val/num_trajectories`, `val/num_failed`; unless all failed, `val/reward` (mean) and
         `val/tool_call_rate`; `val/accuracy` where every reward tells right from wrong: it is 0 or
-        1, or comes with the metric `reward/accuracy` or `reward/acc`. With several data sources,
-        `val/reward/<source>` and `val/accuracy/<source>` too. With several samples per row, what
-        `scores_at_k` returns for each source as `val/<source>/<name>`, its bounds as
-        `val/<source>/<name>/low` and `/high`.
+        1 and no sum of several, or comes with the metric `reward/accuracy` or `reward/acc`. With
+        several data sources, `val/reward/<source>` and `val/accuracy/<source>` too. With several
+        samples per row, what `scores_at_k` returns for each source as `val/<source>/<name>`, its
+        bounds as `val/<source>/<name>/low` and `/high`.
     """
     failed = sum(trajectory.error is not None for trajectory in trajectories)
     metrics = {
@@ -185,9 +186,14 @@ def worst_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def accuracy(trajectory: Trajectory) -> float | None:
-    """Returns 1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell."""
+    """Returns 1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell.
+
+    A sum of several rewards does not: it may be 0 or 1 by chance.
+    """
     if (reported := reported_accuracy(trajectory)) is not None:
         return reported
+    if any(metric.name == WeightedRewards.SUMMED for metric in trajectory.metrics):
+        return None
     return trajectory.reward if trajectory.reward in (0.0, 1.0) else None
 
 

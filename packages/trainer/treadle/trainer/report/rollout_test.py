@@ -88,6 +88,13 @@ def test_accuracy_is_said_only_where_the_reward_tells_right_from_wrong(
     assert metrics.get("val/accuracy") == accuracy
 
 
+def test_a_sum_of_rewards_that_is_0_or_1_is_no_accuracy() -> None:
+    summed, right = Metric("rewards/summed", 2.0, Reduce.SUM), Metric("reward/accuracy", 0.0)
+    chance = make_trajectory(reward=1.0, metrics=[summed])
+    assert "val/accuracy" not in validation_metrics([chance, make_trajectory(reward=0.0)])
+    assert validation_metrics([replace(chance, metrics=(summed, right))])["val/accuracy"] == 0.0
+
+
 def test_each_of_several_data_sources_has_its_validation() -> None:
     task = make_task("val/1")
     other = replace(task, fields={**task.fields, "data_source": "mine"})

@@ -28,8 +28,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from treadle.agent_loop import (
+    AgentLoopError,
     AgentTask,
     ChatRenderer,
+    RewardError,
     RewardFn,
     SamplingParams,
     TokenGenerator,
@@ -39,7 +41,7 @@ from treadle.agent_loop import (
 from treadle.tools.rewards import WeightedRewards
 from treadle.trainer.config.schema import Config
 from treadle.trainer.data import PromptRules
-from treadle.trainer.report.failures import causes
+from treadle.trainer.report.failures import causes, of_own_code
 from treadle.trainer.rollout.make_runner import (
     Runner,
     RunnerSettings,
@@ -108,6 +110,7 @@ class Rollout:
     Attributes:
         rules: Have the loops, tools and interactions.
         workers: Run the tasks, with their own loops, tools and rewards; None: this process does.
+        comparing: Limits how many groups are with the rewards of whole groups at a time.
     """
 
     _FIRST_PAUSE_S: ClassVar[float] = 1.0
@@ -120,6 +123,7 @@ class Rollout:
     reward: RewardFn
     outages: Outages = field(default_factory=Outages)
     workers: LoopWorkers | None = None
+    comparing: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(16))
 
     async def run(
         self,
@@ -188,14 +192,38 @@ class Rollout:
 
     async def compared(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
         """Returns them with what rewards of whole groups give; members of a row are adjacent."""
-        reward, limit_s = self.reward, self.config.agent.deadline_s
-        if not isinstance(reward, WeightedRewards) or not reward.compares:
+        if not self.compares:
             return list(trajectories)
         groups = itertools.groupby(trajectories, key=lambda t: t.task.task_id)
-        done = await asyncio.gather(
-            *(reward.of_group(tuple(members), deadline_s=limit_s) for _, members in groups)
-        )
+        done = await asyncio.gather(*(self._compared(tuple(members)) for _, members in groups))
         return [trajectory for members in done for trajectory in members]
+
+    async def _compared(self, group: Sequence[Trajectory]) -> list[Trajectory]:
+        """Compares one group, again and again up to `agent.outage_s` while its reward is down."""
+        reward, agent = self.reward, self.config.agent
+        assert isinstance(reward, WeightedRewards), "it compares"
+        clock = asyncio.get_running_loop().time
+        began: float | None = None
+        pause_s = self._FIRST_PAUSE_S
+        while True:
+            async with self.comparing:  # the time limit begins when the reward is called
+                done = await reward.of_group(group, deadline_s=agent.deadline_s)
+            pairs = zip(group, done, strict=True)
+            down = [t for was, t in pairs if was.error is None and _is_down(t.error)]
+            if not down or agent.max_consecutive_failures is None:
+                return done
+            if began is None:
+                began = clock()
+                text = f"waiting up to {agent.outage_s:g} s for it (agent.outage_s)"
+                _log.warning("a reward of whole groups failed (%s); %s", down[0].error, text)
+            if clock() + pause_s > began + agent.outage_s:
+                for trajectory in down:
+                    self.outages.count(trajectory)
+                sources = (failed_source(trajectory.error) for trajectory in down)
+                self.outages.given_up.update(source for source in sources if source is not None)
+                return done
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, self._LONGEST_PAUSE_S)
 
     @property
     def compares(self) -> bool:
@@ -393,6 +421,11 @@ def _key(task: AgentTask) -> Key:
 def failed_by(source: str, trajectories: Iterable[Trajectory]) -> list[Trajectory]:
     """Returns the trajectories that failed because of a source."""
     return [t for t in trajectories if failed_source(t.error) == source]
+
+
+def _is_down(error: AgentLoopError | None) -> bool:
+    """Returns whether a reward failed for a reason that may pass, and not by a bug in it."""
+    return isinstance(error, RewardError) and not of_own_code(error)
 
 
 def may_be_retried(trajectory: Trajectory) -> bool:

@@ -5,6 +5,7 @@ import logging
 import socket
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,11 +22,14 @@ from treadle.agent_loop import (
     StopReason,
     ToolError,
     Trajectory,
+    TrajectoryTimeoutError,
     Transcript,
     boundary,
 )
 from treadle.agent_loop.testing import ScriptedGenerator
+from treadle.tools.rewards import from_function, weighed
 from treadle.trainer.config.load import load_config
+from treadle.trainer.report.failures import of_own_code
 from treadle.trainer.rollout.outages import OutageError
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.rotation import Routes
@@ -306,6 +310,68 @@ class _StartAtWarning(logging.Handler):
 @pytest.fixture(autouse=True)
 def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Rollout, "_FIRST_PAUSE_S", 0.01)
+
+
+def _comparing(reward: Callable[..., object], *settings: str) -> Rollout:
+    weighted = weighed([("together", partial(from_function, reward))], {})
+    return replace(_rollout(Pool(ScriptedGenerator()), *settings), reward=weighted)
+
+
+def _ended(*rows: str) -> list[Trajectory]:
+    task, samples = _tasks(1)[0], (Transcript([1]).freeze(),)
+    return [
+        Trajectory(
+            task=replace(task, task_id=row),
+            samples=samples,
+            messages=task.messages,
+            stop=StopReason.FINISHED,
+        )
+        for row in rows
+    ]
+
+
+@pytest.mark.asyncio
+async def test_the_time_of_a_group_begins_when_its_reward_is_called() -> None:
+    running, most, full = 0, 0, asyncio.Event()
+
+    async def together(trajectories: Sequence[Trajectory]) -> list[float]:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        if running == 16:
+            asyncio.get_running_loop().call_soon(full.set)
+        await full.wait()
+        running -= 1
+        return [1.0 for _ in trajectories]
+
+    done = await _comparing(together).compared(_ended(*map(str, range(40))))
+    assert [t.reward for t in done] == [1.0] * 40
+    assert most == 16, "the others wait, and their time does not pass"
+
+
+@pytest.mark.asyncio
+async def test_a_reward_of_a_group_that_is_down_is_waited_for_and_a_late_one_is_not() -> None:
+    calls: list[str] = []
+
+    async def together(trajectories: Sequence[Trajectory]) -> list[float]:
+        calls.append(row := trajectories[0].task.task_id)
+        if row == "late":
+            await asyncio.Event().wait()
+        if row == "wrong":
+            raise ZeroDivisionError
+        if row == "down" or calls.count(row) < 3:
+            raise ConnectionRefusedError("it is down")
+        return [1.0 for _ in trajectories]
+
+    rollout = _comparing(together, "agent.outage_s=0.1", "agent.deadline_s=0.2")
+    passing, late, wrong = await rollout.compared(_ended("passing", "late", "wrong"))
+    assert passing.reward == 1.0
+    assert isinstance(late.error, TrajectoryTimeoutError)
+    assert of_own_code(wrong.error)
+    assert [calls.count(row) for row in ("passing", "late", "wrong")] == [3, 1, 1]
+    rollout.check_outages([passing, late, wrong])
+    down = await rollout.compared(_ended("down"))
+    with pytest.raises(OutageError, match=r"it is down.* within 0.1 s \(agent.outage_s\)"):
+        rollout.check_outages(down)
 
 
 @pytest.mark.asyncio

@@ -273,6 +273,8 @@ def _begin(
     check_steps_left(resume, total_steps)
     if resume.set_back:
         checkpoints.set_back(resume.first_step - 1)
+    best = config.schedule.best if isinstance(config, Config) else None
+    checkpoints.choose_best(best, until=resume.first_step - 1)
     directory.write_config(config.model_dump(mode="json"))
     return resume
 

@@ -286,8 +286,10 @@ class _Groups:
             self._end(number, running.ended)
 
     async def _compare(self, number: int) -> None:
-        ended = self._running[number].ended
-        self._end(number, await self.context.rollout.compared(ended))
+        rollout = self.context.rollout
+        compared = await rollout.compared(self._running[number].ended)
+        rollout.check_outages(compared)
+        self._end(number, compared)
 
     def _end(self, number: int, trajectories: Sequence[Trajectory]) -> None:
         """Ends a group, so that a step can train on it."""

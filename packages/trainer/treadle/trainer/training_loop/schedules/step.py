@@ -175,10 +175,10 @@ def _choose_best(context: TrainingContext, step: int, metrics: Mapping[str, floa
     """Compares a step that has a checkpoint with the best so far."""
     name, checkpoints = context.config.schedule.best, context.checkpoints
     if name is None:
-        checkpoints.set_best(None)  # the run chose one before it was resumed
-    elif (value := metrics.get(name)) is not None:
+        return
+    if (value := metrics.get(name)) is not None:
         best = checkpoints.best
-        if best is None or best.step >= step or value > best.value:
+        if best is None or value > best.value:
             checkpoints.set_best(Best(step=step, value=value))
     elif VAL_REWARD in metrics:
         context.record.note(
@@ -191,7 +191,7 @@ def steps_of(context: TrainingContext, first_step: int) -> Iterator[int]:
     schedule = context.config.schedule
     for step in range(first_step, context.total_steps + 1):
         best = context.checkpoints.best
-        if best is not None and best.step < step and schedule.is_stuck(step - 1, best.step):
+        if best is not None and schedule.is_stuck(step - 1, best.step):
             context.record.note(
                 step - 1,
                 f"the run ends early: no validation since step {best.step}, with {schedule.best}="

@@ -9,7 +9,8 @@ import pytest
 from pydantic import ValidationError
 
 from treadle.trainer.checkpoint.run_directory import Best, Checkpoints, RunDirectoryError
-from treadle.trainer.config.schema import ScheduleConfig
+from treadle.trainer.config.launch import LocalLaunchConfig
+from treadle.trainer.config.schema import ScheduleConfig, check_max_failures
 from treadle.trainer.training_loop.schedules.step import _choose_best, steps_of
 
 
@@ -20,12 +21,12 @@ async def _write_policy(directory: Path) -> None:
 class Run:
     """A run whose validations have these rewards, as far as it comes."""
 
-    def __init__(self, directory: Path, **schedule: object) -> None:
+    def __init__(self, directory: Path, *, keep: int = 1, **schedule: object) -> None:
         self.notes: list[str] = []
         given = {"val_every": 2, "best": "val/reward", **schedule}
         self.context: Any = SimpleNamespace(
             config=SimpleNamespace(schedule=ScheduleConfig.model_validate(given)),
-            checkpoints=Checkpoints(directory, keep=1),
+            checkpoints=Checkpoints(directory, keep=keep),
             record=SimpleNamespace(note=lambda step, text: self.notes.append(f"{step}: {text}")),
             total_steps=12,
         )
@@ -33,6 +34,7 @@ class Run:
     def train(self, rewards: dict[int, float], *, first_step: int = 1, stop: int = 99) -> int:
         """Returns the last step."""
         step, schedule = first_step - 1, self.context.config.schedule
+        self.context.checkpoints.choose_best(schedule.best, until=step)
         for step in steps_of(self.context, first_step):
             last = step == self.context.total_steps
             if schedule.saves(step, last=last):
@@ -54,7 +56,7 @@ def test_the_best_checkpoint_is_kept_and_stands_for_the_run(tmp_path: Path) -> N
     assert chosen.step == 4
     assert (latest := checkpoints.newest_whole().checkpoint) is not None
     assert latest.step == 12, "which a resume continues with"
-    _choose_best(Run(tmp_path, best=None).context, 14, {})
+    Run(tmp_path, best=None).train({}, first_step=13)
     assert (chosen := checkpoints.chosen()) is not None
     assert chosen.step == 12, "a run that does not choose any more"
     checkpoints.set_best(Best(step=5, value=1.0))
@@ -75,10 +77,46 @@ def test_a_run_without_a_better_validation_ends_early_and_stays_ended(tmp_path: 
 
 
 def test_a_run_that_was_set_back_chooses_again(tmp_path: Path) -> None:
-    Run(tmp_path).train({2: 0.5, 4: 0.9}, stop=4)
-    run = Run(tmp_path, patience=1)
-    run.train({2: 0.5, 4: 0.3}, first_step=1, stop=2)
+    Run(tmp_path, keep=3).train({2: 0.5, 4: 0.9, 6: 0.6}, stop=6)
+    run = Run(tmp_path, keep=3, val_every=3)
+    run.context.checkpoints.set_back(2)
+    run.context.checkpoints.choose_best("val/reward", until=2)
     assert run.context.checkpoints.best == Best(step=2, value=0.5)
+    assert run.context.checkpoints.steps() == (2, 4, 6), "which it may be set forth to again"
+    run.train({3: 0.4, 6: 0.45}, first_step=3, stop=6)
+    assert run.context.checkpoints.steps() == (2, 3, 6)
+    run.context.checkpoints.choose_best("val/reward", until=6)
+    assert run.context.checkpoints.best == Best(step=2, value=0.5), "not step 4, long abandoned"
+
+
+def test_a_run_that_opens_compares_by_its_metric_what_it_has_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=3)
+    for step, reward, right in ((2, 0.9, 0.1), (4, 0.2, 0.4), (6, 0.1, 0.2)):
+        metrics = {"val/reward": reward, "val/accuracy": right}
+        asyncio.run(checkpoints.save(step, metrics, _write_policy))  # and dies before it chooses
+    for metric, best in (
+        ("val/reward", Best(step=2, value=0.9)),
+        ("val/accuracy", Best(step=4, value=0.4)),
+        (None, None),
+    ):
+        checkpoints.choose_best(metric, until=6)
+        assert checkpoints.best == best
+    (tmp_path / "step-00000002" / "state.json").write_text("{")
+    checkpoints.choose_best("val/reward", until=6)
+    assert checkpoints.best == Best(step=4, value=0.2), "the other is damaged"
+
+
+def test_best_alone_leaves_checkpoints_that_a_run_resumes_from(tmp_path: Path) -> None:
+    alone = {"val_every": 2, "best": "val/reward", "save_last": False, "save_minutes": None}
+    schedule = ScheduleConfig.model_validate(alone)
+    kept = "with each validation and when interrupted; the greatest val/reward is kept"
+    assert schedule.when_saved() == kept
+    assert schedule.keeps_checkpoints
+    check_max_failures(LocalLaunchConfig(max_failures=1), schedule)
+    never = ScheduleConfig.model_validate({**alone, "best": None})
+    assert never.when_saved() == "never: the trained model will be lost"
+    with pytest.raises(ValueError, match="resumes from a checkpoint"):
+        check_max_failures(LocalLaunchConfig(max_failures=1), never)
 
 
 def test_a_best_that_is_not_measured_is_noted(tmp_path: Path) -> None:
