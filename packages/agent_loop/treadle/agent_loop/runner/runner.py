@@ -76,7 +76,7 @@ class RolloutRunner:
     Args:
         loops: By name; `LoopRegistry.opened` opens those that need it, around `run`.
         services: Passed to every loop, with the task's own deadline and pulse.
-        max_in_flight: Maximum number of tasks in flight; at least 1.
+        max_in_flight: Maximum number of tasks in flight; 0: none begins until it is set higher.
         deadline_s: Time limit per task, including all its attempts and its reward.
         failure_policy: Decides what to do about a failed attempt.
         watchdog_s: Seconds without activity after which a trajectory is reported. None disables
@@ -101,14 +101,12 @@ class RolloutRunner:
         clock: Clock | None = None,
         span_attributes: Callable[[AgentTask], Mapping[str, object]] | None = None,
     ) -> None:
-        if max_in_flight < 1:
-            raise ValueError(f"max_in_flight is {max_in_flight}; it must be at least 1")
         if not deadline_s > 0:
             raise ValueError(f"deadline_s is {deadline_s}; it must be above 0")
         self._loops = loops
         self._services = services
-        self._max_in_flight = max_in_flight
         self._running: set[TaskSlots] = set()  # of each run
+        self.set_max_in_flight(max_in_flight)
         self._deadline_s = deadline_s
         self._failure_policy = failure_policy
         if watchdog_s is not None and not watchdog_s > 0:

@@ -187,8 +187,9 @@ async def test_the_bound_follows_what_it_is_set_to_while_tasks_run() -> None:
         if len(ended) == 3:
             three.set()
 
-    running = runner(loop, max_in_flight=1)
+    running = runner(loop, max_in_flight=0)
     run = asyncio.create_task(running.run([task(n, "gated") for n in range(4)], sink))
+    running.set_max_in_flight(1)
     await loop.until_running(1)
     running.set_max_in_flight(3)
     await loop.until_running(3)

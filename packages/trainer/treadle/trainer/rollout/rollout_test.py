@@ -193,6 +193,17 @@ async def test_tasks_in_flight_when_no_server_is_left_are_attempted_again() -> N
 
 
 @pytest.mark.asyncio
+async def test_tasks_wait_where_all_servers_have_ended_before_the_first_one_begins() -> None:
+    pool = Pool(ScriptedGenerator([[2], [2]]))
+    pool.live = ()
+    pool.lost.set()
+    trajectories = await _rollout(pool).run(
+        _tasks(1), SamplingParams(max_tokens=1), min_weight_version=0, on_end=lambda _: None
+    )
+    assert [trajectory.error for trajectory in trajectories] == [None]
+
+
+@pytest.mark.asyncio
 async def test_a_server_that_comes_in_the_middle_of_a_rollout_takes_its_share_at_once() -> None:
     pool = Pool(ScriptedGenerator([[2]] * 4))
     pool.generator.hold()
