@@ -99,8 +99,12 @@ def _reward(
         )
     one = cast(Callable[..., object], reward)
     several = list(reward) if isinstance(reward, list | tuple) else [one]
+    if not several:
+        raise SetupError(
+            f"train got reward={reward!r}, which has no function: give one, or leave it out"
+        )
     return rewards.weighed(
-        [(getattr(f, "__qualname__", repr(f)), partial(rewards.from_function, f)) for f in several],
+        [(rewards.function_name(f), partial(rewards.from_function, f)) for f in several],
         settings.weights,
     )
 

@@ -1,6 +1,10 @@
+from collections.abc import Sequence
+from functools import partial
+
 import pytest
 
 from treadle.agent_loop import AgentTask, Services, SetupError, Trajectory, function_tool
+from treadle.tools.rewards import WeightedRewards
 from treadle.trainer.config.load import load_config
 from treadle.trainer.config.schema import Config
 from treadle.trainer.demo import DEMO
@@ -24,6 +28,15 @@ def double(number: int) -> str:
 
 def score(trajectory: Trajectory) -> float:
     return 1.0
+
+
+def accuracy(trajectory: Trajectory) -> float:
+    return 1.0
+
+
+class Newest:
+    def __call__(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        return [1.0 for _ in trajectories]
 
 
 class Loop:
@@ -51,6 +64,13 @@ def test_a_loop_is_given_as_a_class_or_an_object() -> None:
     assert rules.loops.resolve("other") is own.loops["other"]
 
 
+def test_an_object_is_named_by_its_class_and_a_partial_by_its_function() -> None:
+    assert _collect(_config(), reward=accuracy).reward is not None  # alone it has no metric
+    found = _collect(_config(), reward=[Newest(), partial(score)]).reward
+    assert isinstance(found, WeightedRewards)
+    assert list(found.parts) == ["Newest", "score"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "given", "text"),
     [
@@ -59,6 +79,8 @@ def test_a_loop_is_given_as_a_class_or_an_object() -> None:
         (["reward.timeout_s=5"], {"reward": score}, "reward.timeout_s=5 .*path.py:function"),
         ([], {"reward": "gsm8k"}, "'gsm8k', which is not a function"),
         ([], {"reward": lambda *, one: 0.0}, r"takes \(one\); it must take"),
+        ([], {"reward": []}, r"reward=\[\], which has no function"),
+        ([], {"reward": [score, accuracy]}, "a reward is named 'accuracy', .* another metric"),
         (["reward.weights.scre=2"], {"reward": [score, double]}, "did you mean 'score'"),
         ([], {"tools": [double, double]}, "two tools with the name 'double'"),
         ([], {"tools": ["double"]}, "'double'; a tool is a typed function"),

@@ -6,7 +6,7 @@ the path of your own function; `resolve_all` several of them.
 
 from treadle.tools.rewards.lookup import check_data_sources, resolve, resolve_all
 from treadle.tools.rewards.named import NAMED, name_for_source, sources, wrong_truth
-from treadle.tools.rewards.user import from_function
+from treadle.tools.rewards.user import from_function, function_name
 from treadle.tools.rewards.weighted import WeightedRewards, short_name, user_functions, weighed
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "WeightedRewards",
     "check_data_sources",
     "from_function",
+    "function_name",
     "name_for_source",
     "resolve",
     "resolve_all",

@@ -89,12 +89,14 @@ def resolve_all(
         mode: For those of several that have modes.
 
     Raises:
-        SetupError: As `resolve`, two have one name, or a weight is of none of them.
+        SetupError: As `resolve`, two have one name, one has that of another metric, or a weight is
+            of none of them.
     """
     resolved = partial(resolve, timeout_s=timeout_s, timeout_score=timeout_score)
     if not (names or weights):
         return resolved(None, mode=mode)
-    modes = {name: mode if len(names) == 1 or name in NAMED else None for name in names}
+    of_none = NAMED.keys().isdisjoint(names)  # the first one refuses it
+    modes = {name: mode if of_none or name in NAMED else None for name in names}
     makers = [(name, partial(resolved, name, mode=modes[name])) for name in names]
     return weighed(makers, weights)
 

@@ -29,6 +29,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -199,8 +200,14 @@ def from_function(function: Callable[..., object], *, optional: bool = False) ->
     Raises:
         SetupError: It is not callable, or takes other parameters than the known signatures.
     """
-    name = getattr(function, "__qualname__", repr(function))
-    return UserReward.of(name, function, optional=optional)
+    return UserReward.of(function_name(function), function, optional=optional)
+
+
+def function_name(function: object) -> str:
+    """Returns the name of a function; of a partial, that of its function; else the class's."""
+    called = function.func if isinstance(function, partial) else function
+    name = getattr(called, "__qualname__", None)
+    return name if isinstance(name, str) else type(called).__qualname__
 
 
 def installed() -> Mapping[str, EntryPoint]:

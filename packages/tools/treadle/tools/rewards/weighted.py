@@ -36,6 +36,9 @@ from treadle.tracing import Metric, Reduce
 
 __all__ = ["WeightedRewards", "short_name", "user_functions", "weighed"]
 
+_TAKEN = ("acc", "accuracy", "max", "mean", "min", "overlong_penalty", "timeouts", "tool", "turn")
+"""Metrics `reward/NAME` that are of all rewards, or have a meaning."""
+
 
 def short_name(reference: str) -> str:
     """Returns the name of a reward in metrics and weights: `correct` of game.py:correct."""
@@ -62,7 +65,8 @@ def weighed(
         weights: By short names; 1 where it has none.
 
     Raises:
-        SetupError: Two rewards have one name, or a weight is of none of them.
+        SetupError: Two rewards have one name, one has that of another metric, or a weight is of
+            none of them.
     """
     several = len(given) > 1 or bool(weights)
     names = [short_name(reference) for reference, _ in given]
@@ -79,7 +83,14 @@ def weighed(
         )
     made = {name: make(optional=several) for name, (_, make) in zip(names, given, strict=True)}
     found = WeightedRewards(made, weights)
-    return found if several or found.compares else made[names[0]]
+    if not (several or found.compares):
+        return made[names[0]]
+    if taken := [name for name in names if name in _TAKEN]:
+        raise SetupError(
+            f"a reward is named {taken[0]!r}, of {', '.join(each for each, _ in given)}, and "
+            f"reward/{taken[0]} is another metric: rename the function"
+        )
+    return found
 
 
 class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):

@@ -154,3 +154,11 @@ def test_names_and_weights_that_do_not_fit_are_refused() -> None:
         of(correct, short, shrt=0.2)
     with pytest.raises(SetupError, match="two rewards are named 'short', of short, short"):
         of(short, short)
+
+
+@pytest.mark.parametrize("names", ["one", "one other"])
+def test_a_mode_that_no_reward_reads_is_refused(tmp_path: Path, names: str) -> None:
+    (tmp_path / "mine.py").write_text("def one(trajectory): return 1.0\nother = one\n")
+    given = [f"{tmp_path}/mine.py:{name}" for name in names.split()]
+    with pytest.raises(SetupError, match=r"mine\.py:one' has no modes, .* mode 'strict'"):
+        resolve_all(given, weights={}, mode="strict", timeout_s=None, timeout_score=0.0)
