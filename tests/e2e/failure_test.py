@@ -63,9 +63,13 @@ def test_a_killed_trainer_resumes_and_gives_the_same_curve(start_trainer: StartT
     ]
     assert ids[0] == ids[1]
 
+    (killed.run_dir / "server_token").write_text(
+        "of an attempt that was killed after its last step"
+    )
     finished = start_trainer(*steps, name="killed")
     assert finished.wait() == 0, finished.output
     assert f"nothing to train: step {damaged} has been reached" in finished.output
+    assert not (killed.run_dir / "server_token").exists()
 
 
 def _flip_a_bit(path: Path) -> None:

@@ -17,7 +17,13 @@ from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config
 from treadle.trainer.launch.run_tls import RunTls, write_private
 
-__all__ = ["TOKEN_FILE", "needs_own_token", "server_security", "with_own_secrets"]
+__all__ = [
+    "TOKEN_FILE",
+    "forget_own_token",
+    "needs_own_token",
+    "server_security",
+    "with_own_secrets",
+]
 
 TOKEN_FILE = "server_token"
 """Name of the file in the run directory with the token of a run's servers, while it runs."""
@@ -76,6 +82,11 @@ def with_own_secrets(config: Config, run_dir: Path, tls: RunTls | None) -> Itera
     finally:
         if "token_file" in update:
             path.unlink(missing_ok=True)
+
+
+def forget_own_token(run_dir: Path) -> None:
+    """Removes the token of an attempt that was killed, where no further one has servers."""
+    (run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def _has_no_tls(rollout: RolloutConfig) -> bool:

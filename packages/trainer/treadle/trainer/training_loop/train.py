@@ -12,6 +12,7 @@ from dataclasses import replace
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.preflight import CheckedRun
 from treadle.trainer.report import Summary, read_metrics, summarize
+from treadle.trainer.rollout.server_security import forget_own_token
 from treadle.trainer.training_loop.build_context import build_context
 from treadle.trainer.training_loop.run_record import open_run
 from treadle.trainer.training_loop.schedules.run import run_schedule
@@ -42,4 +43,6 @@ async def run_training(run: CheckedRun, *, losses: Sequence[str] = ()) -> Summar
                 opened.record.call(run.own.on_step)
             async with build_context(replace(run, config=config), opened) as context:
                 await run_schedule(context, first_step=opened.resume.first_step)
+        else:
+            forget_own_token(run.run_dir)
     return summarize(await asyncio.to_thread(read_metrics, run.run_dir / "metrics.jsonl"))
