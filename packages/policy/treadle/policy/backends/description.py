@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 from treadle.policy.client.hf_files import DEQUANTISED, quantisation, quantisation_method
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
         ParallelConfig,
         PolicyConfig,
     )
+
+
+NUMBERS_AT_ONCE: Final = 1 << 20
+"""Least number of logits that a CPU computes at a time."""
 
 
 class UnsupportedModelError(ValueError):

@@ -13,12 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from treadle.policy.backends.description import NUMBERS_AT_ONCE
 from treadle.policy.backends.fused import fused
 from treadle.policy.client.sampling_masks import decode
 
 _DROPPED = -1e30  # As good as minus infinity, but 0 times it is 0.
-NUMBERS_AT_ONCE = 1 << 20
-"""Least number of logits that a CPU computes at a time."""
 
 
 def in_chunks(

@@ -161,7 +161,7 @@ def test_what_a_backend_cannot_do_is_refused_by_name(rows: Path, model: Path) ->
         assert line.startswith("policy.backend=fake has no ")
         other = "fsdp" if "optimizer" in fix else "megatron"
         assert line.endswith(f": set {fix}, or policy.backend={other}")
-    cannot = {f"policy.parallel.{n}=2": f"policy.parallel.{n}=1" for n in ("pipeline", "context")}
+    cannot = {f"policy.parallel.{n}=2": f"policy.parallel.{n}=1" for n in ("tensor", "pipeline")}
     with pytest.raises(SeveralProblems) as raised:
         _check("policy.backend=fsdp", *cannot, rows=rows)
     assert [str(error) for error in raised.value.errors] == [

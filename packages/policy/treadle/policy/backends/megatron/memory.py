@@ -49,8 +49,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from treadle.policy.backends.description import MemoryEstimate
-from treadle.policy.backends.logprobs import NUMBERS_AT_ONCE
+from treadle.policy.backends.description import NUMBERS_AT_ONCE, MemoryEstimate
 from treadle.policy.backends.megatron.architecture import padded_vocab
 from treadle.policy.config.policy import PolicyConfig
 
