@@ -84,9 +84,12 @@ async def test_samples_beyond_those_kept_are_counted_and_not_decoded(
 ) -> None:
     decoded: list[Sequence[int]] = []
     decode: Any = HfRenderer.decode
-    monkeypatch.setattr(
-        HfRenderer, "decode", lambda self, ids: decoded.append(ids) or decode(self, ids)
-    )
+
+    def noted(self: HfRenderer, ids: Sequence[int]) -> Any:
+        decoded.append(ids)
+        return decode(self, ids)
+
+    monkeypatch.setattr(HfRenderer, "decode", noted)
     records = Records(tmp_path, RENDERER, MODEL_PATH)
     records.begin("m")
     sample(records, 70)

@@ -285,15 +285,15 @@ class Checkpoints:
             RunDirectoryError: A later release wrote one of them.
         """
         best: Best | None = None
-        for step in self.steps() if metric is not None else ():
+        for step in self.steps():
+            if metric is None or step > until:
+                continue
             with contextlib.suppress(DamageError):
-                if step <= until:
-                    directory = self._directory / _name(step)
-                    value = _open(directory, to="read the model", contents=False).metrics.get(
-                        metric
-                    )
-                    if value is not None and (best is None or value > best.value):
-                        best = Best(step=step, value=value)
+                directory = self._directory / _name(step)
+                kept = _open(directory, to="read the model", contents=False)
+                value = kept.metrics.get(metric)
+                if value is not None and (best is None or value > best.value):
+                    best = Best(step=step, value=value)
         self.set_best(best)
 
     def steps(self) -> tuple[int, ...]:
