@@ -15,6 +15,7 @@ import pytest
 from sft.make_conversations import conversations
 
 from treadle.trainer.demo import DEMO
+from treadle.trainer.report.metrics import RANK_RATE
 
 from .testing import SMALL
 
@@ -40,7 +41,7 @@ def _lines(run: Path) -> list[dict[str, float]]:
 
 def _metrics(run: Path) -> list[dict[str, float]]:
     """What was learned, without times and resumes."""
-    own = ("time/", "run/")
+    own = ("time/", "run/", RANK_RATE)
     return [{k: v for k, v in line.items() if not k.startswith(own)} for line in _lines(run)]
 
 

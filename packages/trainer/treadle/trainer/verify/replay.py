@@ -40,13 +40,16 @@ from treadle.trainer.launch.local import LocalLauncher
 from treadle.trainer.launch.policy_group import policy_group
 from treadle.trainer.model_source import with_local_model
 from treadle.trainer.plan import policy_threads
-from treadle.trainer.report.metrics import Record
+from treadle.trainer.report.metrics import MFU, RANK_RATE, Record
 from treadle.trainer.training_loop.groups import survivors_of
 from treadle.trainer.training_loop.update_metrics import update_metrics
 from treadle.trainer.verify.quick import train_file
 from treadle.trainer.verify.recorded import RecordedStep, read_step
 
 __all__ = ["CannotReplayError", "replay_problems"]
+
+_OF_MACHINE = (RANK_RATE, MFU, "policy/memory_")
+"""Beside times, metrics that differ from one computation to the next."""
 
 
 class CannotReplayError(ValueError):
@@ -172,7 +175,7 @@ def _largest(kept: NDArray[np.float32], found: NDArray[np.float32]) -> float:
 
 def _metrics(computed: Mapping[str, float], record: Record, bound: float) -> Iterator[str]:
     for name, value in computed.items():
-        if name.endswith("_s") or name not in record:  # times differ
+        if name.endswith("_s") or name.startswith(_OF_MACHINE) or name not in record:
             continue
         kept = record[name]
         if math.isnan(kept) and not math.isfinite(value):
