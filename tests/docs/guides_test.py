@@ -21,7 +21,7 @@ NO_PATHS = {
     "rollout/logprob_diff_{mean,p99,max}",
     "rollout/stale_tokens",
     *("checkpoints/", "logs/", "runs/", "dist/", "dist/export", "dist/site", "eval/", "loggers/"),
-    *("groups/", "servers/", "tls/", "traces/", "trajectories/"),
+    *("groups/", "profiles/", "servers/", "tls/", "traces/", "trajectories/"),
 }
 
 
