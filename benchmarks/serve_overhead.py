@@ -3,10 +3,10 @@
 Three figures on the demo's model, the first two of alternating rounds:
 
 - *step*: seconds of `forward_backward` and `optim_step` through the API, over those of the same
-  batch by the policy's client, which the driver uses, with ranks of its own. The service writes the
+  batch by the policy's client, which the driver uses, with its own ranks. The service writes the
   new state to the disk in this time; a second ratio is to a peer that does so too.
 - *sample*: tokens per second of `asample` through the API, in groups of 8 as loops ask for them,
-  over those of as many calls of `Generate` at a rollout server of its own. The milliseconds of CPU
+  over those of as many calls of `Generate` at its own rollout server. The milliseconds of CPU
   that the service takes for a group say what of the ratio is its own on a machine that is shared.
 - *memory*: of the service's process, after waves of 1,000 requests that were in flight together.
 

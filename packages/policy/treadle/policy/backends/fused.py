@@ -15,7 +15,6 @@ from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
-import torch._dynamo
 
 _log = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -28,8 +27,10 @@ def fused(function: F) -> F:
     if not any(map(shutil.which, filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")))):
         _warn_of_compiler()
         return function
+    from torch._dynamo import config  # takes a second, which only a GPU pays back
+
     # Each of these has some variants (masks, temperatures, one row), whose number is bounded.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
+    config.recompile_limit = max(config.recompile_limit, 64)
     compiled: Any = torch.compile(function, dynamic=True)
     return cast(F, compiled)
 

@@ -77,8 +77,8 @@ def quick_problems(run_dir: Path, config: Config) -> Iterator[str]:
             continue
         if not is_as_written(run_dir / name):
             yield (
-                f"step {step}: {name} has not the bytes that its rows give when they are written "
-                "again (nor does a file that another build of this version of Arrow compressed)"
+                f"step {step}: {name} differs from its rows written again (as does a file that "
+                "another build of this version of Arrow compressed)"
             )
         problems = [
             *_versions(recorded, step),

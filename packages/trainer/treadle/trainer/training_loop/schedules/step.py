@@ -190,7 +190,7 @@ def steps_of(context: TrainingContext, first_step: int) -> Iterator[int]:
     """Yields the steps that are left, until the validations are no better for too long."""
     schedule = context.config.schedule
     for step in range(first_step, context.total_steps + 1):
-        best = context.checkpoints.best
+        best = None if schedule.patience is None else context.checkpoints.best
         if best is not None and schedule.is_stuck(step - 1, best.step):
             context.record.note(
                 step - 1,
