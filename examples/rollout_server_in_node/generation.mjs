@@ -75,6 +75,7 @@ function checkRequest(request, { vocabSize, contextLength }, modes) {
   if (from !== undefined && (from < 1 || from > prompt.length)) {
     throw invalidField("prompt_logprobs_from", from, `1 to the prompt's ${prompt.length}`);
   }
+  if (request.sampling_mask) throw capabilityMissing("sampling_mask");
   if (request.constraint) throw capabilityMissing("constrained_sampling");
   const sampling = request.sampling ?? {};
   for (const [name, [accepts, expected]] of Object.entries(RANGES)) {

@@ -22,7 +22,7 @@ PACKAGES = (
     "trainer",
 )
 # The contracts; the second is a part of the package that another wheel has the rest of.
-CONTRACTS = ("treadle.rollout.", "treadle.policy.v1.", "treadle.loop_worker.")
+CONTRACTS = ("treadle.rollout.", "treadle.policy.v1.", "treadle.loop_worker.", "treadle.tinker.")
 # Where the distribution is not named like the module.
 DISTRIBUTION_OF = {
     "PIL": "pillow",

@@ -132,9 +132,13 @@ def test_sigterm_reaches_the_program_or_its_group(grace_s: float, told: bytes) -
 
 def test_what_cleans_up_afterwards_is_left_to_end_by_itself() -> None:
     ((variable, value),) = ENDS_BY_ITSELF.items()
-    cleaner = f"{variable}={value} setsid sh -c 'read line; echo cleaned'"
-    command = supervised(["sh", "-c", f"exec 3<&0; {cleaner} <&3 & exit 0"])
+    # It is spared from when it runs with its variable; the program ends after that.
+    cleaner = f"{variable}={value} setsid sh -c 'echo up; read line; echo cleaned'"
+    command = supervised(["sh", "-c", f"trap 'exit 0' TERM; exec 3<&0; {cleaner} <&3 & wait"])
     with _start(*command) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        process.terminate()
         assert process.wait() == 0
         assert process.communicate(b"\n")[0] == b"cleaned\n"
 
