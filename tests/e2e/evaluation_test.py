@@ -6,14 +6,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from treadle.rollout_server.testing import running_server
 from treadle.tracing.trajectories import Filter, TrajectoryFiles
-from treadle.trainer.demo import MODELS
+from treadle.trainer.demo import DEMO, MODELS
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
 
@@ -138,6 +140,55 @@ def test_a_server_at_an_address_is_named_and_used_as_it_is(
     assert ids[0] == ids[1]
     assert main([*base, "--out", str(tmp_path / "one")]) == 2
     assert "one is not empty" in capsys.readouterr().err
+
+
+@contextmanager
+def _chat_completions(replica: str, model: str) -> Iterator[tuple[str, str]]:
+    """Serves a rollout server by OpenAI's API, with the capture endpoint; yields URL and key."""
+    options = ("--replicas", replica, "--tokenizer", model, "--port=0", "--agent-sampling=agent")
+    module = ("-m", "treadle.agent_loop.proxy")
+    endpoint = subprocess.Popen(
+        (sys.executable, *module, *options, "--max-session-requests=64"),
+        env={**os.environ, "PYTHONPATH": child_python_path()},
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert endpoint.stdout is not None
+        ready = json.loads(endpoint.stdout.readline())
+        headers = {"authorization": f"Bearer {ready['key']}"}
+        url = f"{ready['address']}/sessions"
+        session = httpx.post(url, json={"task_id": "t"}, headers=headers).json()
+        yield session["base_url"], session["api_key"]
+    finally:
+        endpoint.terminate()
+        endpoint.communicate()
+
+
+def test_an_api_gives_the_scores_of_the_server_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(MODELS["demo:calculator"])
+    base = ["--config", str(DEMO), "--limit=12"]
+    with running_server("--engine", "torch", "--model.path", model) as server:
+        ids = tmp_path / "ids"
+        of_server = [f"model.path={model}", "--out", str(ids)]
+        assert main(["eval", server.address, *base, *of_server]) == 0
+        with _chat_completions(server.address, model) as (url, key):
+            api = ["eval", url, "--model", "any", *base]
+            assert main([*api, "--out", str(tmp_path / "refused")]) == 2
+            assert "refuses the key of OPENAI_API_KEY" in capsys.readouterr().err
+            assert not (tmp_path / "refused").exists()
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            assert main([*api, "--out", str(tmp_path / "api")]) == 0
+    by_ids, by_api = (_results(tmp_path / name) for name in ("ids", "api"))
+    assert by_api["source"]["model"] == "any"
+    assert by_api["scores"][-1]["failed"] == 0
+    assert 0 < by_api["metrics"]["val/reward"] == by_ids["metrics"]["val/reward"]
+    texts = [
+        {line["task_id"]: [m["content"] for m in line["messages"]] for line in _lines(folder)}
+        for folder in (ids, tmp_path / "api")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_a_server_of_another_model_is_refused(

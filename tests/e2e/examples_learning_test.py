@@ -55,7 +55,7 @@ def _train(run_dir: Path, files: Sequence[str], *settings: str) -> tuple[Record,
 
 
 def test_a_task_in_one_file(tmp_path: Path) -> None:
-    records = _train(tmp_path / "run", ["one_file/shop.yaml"])
+    records = _train(tmp_path / "run", ["one_file/shop.yaml"], "schedule.val_every=null")
     assert all(record["reward/calls"] > 0 for record in records)
 
 

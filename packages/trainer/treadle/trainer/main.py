@@ -6,6 +6,7 @@ Exit status: 0, it succeeded; 2, the user's input is wrong, as one message says;
 
 import atexit
 import gc
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -79,7 +80,12 @@ def _servers(argv: Sequence[str]) -> int:
 def _trajectories(argv: Sequence[str]) -> int:
     from treadle.trainer.cli.trajectories import main as command
 
-    return command(argv)
+    try:
+        return command(argv)
+    except BrokenPipeError:
+        # The reader has enough, as `head` has. Python's own flush at the end must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def _verify(argv: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.cli.console import exit_text, fail, say
@@ -28,7 +29,13 @@ def _parser() -> argparse.ArgumentParser:
         "source",
         metavar="SOURCE",
         help="a model directory, the id of a model on the Hub, demo:calculator; a run directory, "
-        "whose configuration is then the base; or the address of a rollout server, host:port",
+        "whose configuration is then the base; the address of a rollout server, host:port; or the "
+        "URL of an OpenAI-compatible API, https://HOST/v1, with --model",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="of the model at a URL; the key is taken from the environment variable OPENAI_API_KEY",
     )
     parser.add_argument(
         "--config",
@@ -92,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parser().parse_intermixed_args(argv)
     out = args.out
     try:
-        source = find_source(args.source, step=args.step)
+        source = find_source(args.source, step=args.step, api_model=args.model)
         out = out or _new_directory(source)
         settings = load_settings(
             source,
@@ -129,6 +136,8 @@ def _new_directory(source: "Source") -> Path:
         fresh = new_run_dir(f"step-{source.step}")
         return source.run / "eval" / fresh.name
     name = Path(source.text.removeprefix("demo:")).name or "model"
+    if source.url is not None:
+        name = urlsplit(source.url).netloc
     return new_run_dir(f"eval-{name.replace(':', '-')}")
 
 

@@ -2,6 +2,10 @@
 
 import csv
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +13,7 @@ import pytest
 
 from treadle.tracing.trajectories import DIRECTORY, write_file
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
+from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
 
 
@@ -120,3 +125,17 @@ def test_what_is_wrong_is_named(
         status = int(str(exit_.code))
     assert status == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_reader_that_has_enough_ends_the_command_without_a_traceback(run_dir: Path) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    ended = subprocess.run(
+        (sys.executable, "-m", "treadle.trainer.main", "trajectories", run_dir, "--format=text"),
+        env={**os.environ, "PYTHONPATH": child_python_path()},
+        stdout=writes,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")

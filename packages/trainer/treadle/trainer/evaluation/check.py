@@ -30,6 +30,7 @@ from treadle.trainer.preflight.table import (
     Check,
     Findings,
 )
+from treadle.trainer.rollout.chat_api.renderer import ApiRenderer
 
 __all__ = ["CheckedEvaluation", "check_evaluation"]
 
@@ -42,6 +43,7 @@ class CheckedEvaluation:
         given: The configuration as the user gave it.
         config: The same with `model.path` as a local directory.
         inputs: The user's files, read and checked; the rows are in `val`.
+        api_renderer: The renderer of the inputs, if the source is an API.
     """
 
     source: Source
@@ -49,6 +51,7 @@ class CheckedEvaluation:
     config: Config
     out: Path
     inputs: Inputs
+    api_renderer: ApiRenderer | None = None
 
 
 def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvaluation:
@@ -64,7 +67,7 @@ def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvalua
             does not fit.
         SeveralProblems: More than one of these.
     """
-    attached = source.address is not None
+    attached = source.address is not None or source.url is not None
     found = Findings(
         config=config,
         out=out,
@@ -76,12 +79,31 @@ def check_evaluation(config: Config, source: Source, out: Path) -> CheckedEvalua
         fetch=not attached,
     )
     found.make((Check("", "out", _check_place), *ROWS, *RULES, REWARD, *TRUTH))
-    found.make((*MODEL, CONTEXT, RENDERER, *PROMPTS, TRIAL))
+    if source.url is None:
+        found.make((*MODEL, CONTEXT, RENDERER))
+    else:
+        found["local"] = config
+        found["renderer"] = found["api_renderer"] = ApiRenderer()
+        found.make((Check("", "config", _check_workers),))
+    found.make((*PROMPTS, TRIAL))
     found.make((WORKERS, TRACING) if attached else (*SERVERS, LAUNCHER, WORKERS, TRACING))
     found.problems.raise_if_any()
     return CheckedEvaluation(
-        source=source, given=config, config=found["local"], out=out, inputs=found.inputs()
+        source=source,
+        given=config,
+        config=found["local"],
+        out=out,
+        inputs=found.inputs(),
+        api_renderer=found.get("api_renderer"),
     )
+
+
+def _check_workers(config: Config) -> None:
+    if config.agent.num_workers:
+        raise SetupError(
+            f"agent.num_workers={config.agent.num_workers}: loop workers sample on rollout "
+            "servers, and not at the URL of an API: add agent.num_workers=0"
+        )
 
 
 def _check_place(out: Path) -> None:

@@ -27,6 +27,7 @@ from treadle.trainer.report import (
 )
 from treadle.trainer.report.prometheus import RunMetrics
 from treadle.trainer.rollout.attached_server import AttachedServer
+from treadle.trainer.rollout.chat_api.model import ApiServers
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.open_rollout import make_requirements, open_own_code, open_rollout
 from treadle.trainer.rollout.rollout import Rollout
@@ -103,7 +104,14 @@ async def evaluate(checked: CheckedEvaluation) -> Results:
 
 async def _attach(
     stack: contextlib.AsyncExitStack, checked: CheckedEvaluation
-) -> AttachedServer | None:
+) -> ApiServers | AttachedServer | None:
+    """Returns the servers that run already; None if the evaluation starts its own."""
+    if checked.source.url is not None:
+        model = checked.source.api_model
+        assert checked.api_renderer is not None
+        assert model is not None
+        api = ApiServers(checked.source.url, model, checked.api_renderer)
+        return await stack.enter_async_context(api)
     if checked.source.address is None:
         return None
     server = AttachedServer(checked.source.address, checked.config)
@@ -176,22 +184,26 @@ async def _sample(
     return trajectories
 
 
-def _weight_version(servers: AttachedServer | ServerPool) -> int:
+def _weight_version(servers: ApiServers | AttachedServer | ServerPool) -> int:
     """Returns the version that the servers served when they were connected."""
     return min(server.weight_version for server in servers.generator.servers)
 
 
-def _plan(checked: CheckedEvaluation, servers: AttachedServer | ServerPool) -> Iterator[str]:
+def _plan(
+    checked: CheckedEvaluation, servers: ApiServers | AttachedServer | ServerPool
+) -> Iterator[str]:
     """Yields what is about to happen, in a few lines."""
     source, config = checked.source, checked.config
     val = config.rollout.val
     yield f"results    {checked.out}"
-    if source.address is None:
+    if source.url is not None:
+        yield f"model      {source.api_model} at {source.url}"
+    elif source.address is None:
         of_run = "" if source.run is None else f" (step {source.step} of {source.run})"
         yield f"model      {config.model.path}{of_run}"
     else:
         yield f"tokenizer  {config.model.path}"
-    for server in servers.generator.servers:
+    for server in servers.generator.servers if source.url is None else ():
         yield (
             f"server     {server.address}: {server.architecture} with {server.engine} "
             f"{server.engine_version}, weight version {server.weight_version}"

@@ -65,10 +65,11 @@ def make_results(
         "format": _FORMAT,
         "source": {
             "name": source.text,
-            "model": None if source.address is not None else str(config.model.path),
+            "model": source.api_model
+            or (None if source.address is not None else str(config.model.path)),
             "run": None if source.run is None else str(source.run),
             "step": source.step,
-            "address": source.address,
+            "address": source.address or source.url,
         },
         "servers": [_server(server) for server in servers],
         "weight_versions": versions,

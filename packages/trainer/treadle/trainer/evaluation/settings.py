@@ -18,6 +18,8 @@ __all__ = ["Settings", "load_settings"]
 _DEMO_MODEL = "demo:calculator"
 # Training rows are not read; the configuration has some all the same.
 _NO_TRAINING = "data.train_files=none"
+# An API has its own tokenizer and template.
+_NO_MODEL = "model.path=none"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +79,8 @@ def load_settings(
         given.append(f"data.max_val_rows={limit}")
     if source.model is not None:
         given.append(f"model.path={_quoted(source.model)}")
-    loaded = load_config(files, given, below=[_NO_TRAINING])
+    below = [_NO_TRAINING] if source.url is None else [_NO_TRAINING, _NO_MODEL]
+    loaded = load_config(files, given, below=below)
     config, notes = _without_others(_config(loaded), source)
     return Settings(config=config, notes=(*loaded.notes, *notes, *_greedy(config)))
 
@@ -107,7 +110,7 @@ def _without_others(config: Config, source: Source) -> tuple[Config, tuple[str, 
         "what one of them serves, give its address instead",
     )
     without = config.model_copy(update={"rollout": alone})
-    return without, () if source.address is not None else notes
+    return without, notes if source.model is not None else ()
 
 
 def _greedy(config: Config) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The source of an evaluation: a model, the model of a run, or that of a running server.
+"""The source of an evaluation: a model, the model of a run, or that of a server or an API.
 
 Invariant: a `Source` names something that exists, or has the form of an address.
 """
@@ -33,6 +33,8 @@ class Source:
         step: Number of steps that the run's model was trained.
         config: The configuration of the run at that step.
         address: host:port of a server that serves the model.
+        url: Base of an OpenAI-compatible API that serves the model.
+        api_model: Name of the model at this URL.
     """
 
     text: str
@@ -41,20 +43,30 @@ class Source:
     step: int | None = None
     config: Path | None = None
     address: str | None = None
+    url: str | None = None
+    api_model: str | None = None
 
 
-def find_source(text: str, *, step: int | None = None) -> Source:
+def find_source(text: str, *, step: int | None = None, api_model: str | None = None) -> Source:
     """Returns what the text names.
 
     Args:
         text: A model directory, a run directory, one of its checkpoints, the id of a model on the
-            Hub, demo:NAME, or host:port. An existing path wins.
+            Hub, demo:NAME, host:port, or a URL. An existing path wins.
         step: Step of a run's checkpoint; None: the latest one.
+        api_model: Name of the model at a URL, which may serve several.
 
     Raises:
         SetupError: There is no such thing, or no such step.
     """
     path = Path(text).expanduser()
+    is_url = re.match("https?://", text) is not None
+    if is_url != (api_model is not None):
+        raise SetupError(
+            f"{text} may serve several models: give --model NAME"
+            if is_url
+            else f"--model {api_model}: {text} is not a URL, and names the model already"
+        )
     if path.is_dir():
         path = path.absolute()
         if path.parent.name == CHECKPOINTS and path.name.startswith("step-"):
@@ -75,13 +87,16 @@ def find_source(text: str, *, step: int | None = None) -> Source:
         return Source(text=text, model=str(path))
     if path.exists():
         raise SetupError(f"{text} is a file: name the directory of a model or of a run")
+    if is_url:
+        return Source(text=text, url=text, api_model=api_model)
     if text in MODELS or is_model_id(text):
         return Source(text=text, model=text)
     if (match := _ADDRESS.fullmatch(text)) is not None and 0 < int(match["port"]) < 1 << 16:
         return Source(text=text, address=text)
     raise SetupError(
         f"there is no {text}; it must be a model directory, a run directory, the id of a model on "
-        f"the Hub as ORG/NAME, {', '.join(MODELS)}, or the address of a server as host:port"
+        f"the Hub as ORG/NAME, {', '.join(MODELS)}, the address of a server as host:port, or the "
+        "URL of an OpenAI-compatible API"
     )
 
 

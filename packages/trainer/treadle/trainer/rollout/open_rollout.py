@@ -10,6 +10,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.data.load_data import Inputs, enter_reward
 from treadle.trainer.launch.process import Launcher
 from treadle.trainer.rollout.attached_server import AttachedServer
+from treadle.trainer.rollout.chat_api.model import ApiServers
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.server_pool import ServerPool
 from treadle.trainer.rollout.workers.pool import loop_workers
@@ -55,7 +56,7 @@ async def open_rollout(
     *,
     launcher: Launcher,
     secured: Config,
-    servers: AttachedServer | ServerPool,
+    servers: ApiServers | AttachedServer | ServerPool,
     requirements: Requirements,
 ) -> tuple[Rollout, RunRouter | None]:
     """Returns the rollout, and the router of its loop workers if there are some.

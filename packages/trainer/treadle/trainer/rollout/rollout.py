@@ -70,7 +70,7 @@ Key = tuple[str, int]
 
 
 class Servers(Protocol):
-    """The servers that a rollout samples on: the run's `ServerPool`, or an `AttachedServer`."""
+    """The servers that a rollout samples on: the run's `ServerPool`, or servers of others."""
 
     @property
     def generator(self) -> TokenGenerator:
