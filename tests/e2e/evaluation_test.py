@@ -189,6 +189,20 @@ def test_an_api_gives_the_scores_of_the_server_behind_it(
         for folder in (ids, tmp_path / "api")
     ]
     assert texts[0] == texts[1]
+    # What it got right is a data set for fine-tuning, as the rows of the same run by ids are.
+    rows = []
+    for folder in (ids, tmp_path / "api"):
+        capsys.readouterr()
+        arguments = [str(folder), "--format=sft", "--filter=reward=1", "--order-by=task_id"]
+        assert main(["trajectories", *arguments]) == 0
+        rows.append(capsys.readouterr().out)
+    good = tmp_path / "good.jsonl"
+    good.write_text(rows[1])
+    of_ids, of_api = ([json.loads(line) for line in text.splitlines()] for text in rows)
+    assert len(of_api) == 12 * by_api["metrics"]["val/reward"]
+    assert [row["tools"] for row in of_api] == [row["tools"] for row in of_ids]
+    sft = ["sft", "--dry-run", f"model.path={model}", f"data.train_files={good}"]
+    assert main([*sft, "data.batch_size=2", "schedule.total_steps=1"]) == 0
 
 
 def test_a_server_of_another_model_is_refused(

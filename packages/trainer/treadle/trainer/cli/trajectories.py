@@ -1,6 +1,7 @@
 """`treadle trajectories RUN`: the trajectories of a run that pass filters, or an SQL query."""
 
 import argparse
+import json
 import sys
 import textwrap
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from treadle.trainer.cli.console import fail, say
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from treadle.tracing.trajectories import TrajectoryFiles
+    from treadle.tracing.trajectories import Filter, TrajectoryFiles
 
 __all__ = ["main"]
 
@@ -59,15 +60,22 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--format",
-        choices=("table", "json", "csv", "text"),
+        choices=("table", "json", "csv", "text", "sft"),
         default="table",
-        help="json: an object per line; text: each trajectory as a conversation; default: table",
+        help="json: an object per line; text: each trajectory as a conversation; sft: a row per "
+        "line for treadle sft, of each that passes and can be imitated; default: table",
     )
     parser.add_argument(
         "--limit",
         type=int,
         metavar="N",
-        help=f"maximum number of rows; default: {_LIMIT}, and all of those of --sql",
+        help=f"maximum number of rows; default: {_LIMIT}, and all of those of --sql and sft",
+    )
+    parser.add_argument(
+        "--per-row",
+        type=int,
+        metavar="N",
+        help="with --format sft: maximum number of different conversations of one row of the data",
     )
     return parser
 
@@ -90,8 +98,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--limit is {args.limit}: it must be at least 1")
     if args.sql is not None and (args.filter or args.columns or args.order_by):
         parser.error("--sql says itself which rows and columns it wants: leave out the others")
-    if args.format == "text" and (args.sql is not None or args.columns):
-        parser.error("--format text shows whole trajectories: leave out --sql and --columns")
+    if args.format in ("text", "sft") and (args.sql is not None or args.columns):
+        parser.error(
+            f"--format {args.format} shows whole trajectories: leave out --sql and --columns"
+        )
+    if args.per_row is not None and (args.format != "sft" or args.per_row < 1):
+        parser.error(f"--per-row {args.per_row}: it must be at least 1, with --format sft")
     with TrajectoryFiles(args.run) as files:
         try:
             if not files.num_files and not files.damaged:
@@ -99,6 +111,8 @@ def main(argv: Sequence[str]) -> int:
                     f"{args.run / DIRECTORY} has no trajectories: name the directory of a run or "
                     "of an evaluation, after its first step"
                 )
+            if args.format == "sft":
+                return _write_conversations(files, args)
             table, total = _answer(files, args)
             if args.format == "text":
                 for row in table.to_pylist():
@@ -124,16 +138,41 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _answer(files: "TrajectoryFiles", args: argparse.Namespace) -> "tuple[pa.Table, int]":
-    """Returns the rows to show, and how many there are."""
+def _write_conversations(files: "TrajectoryFiles", args: argparse.Namespace) -> int:
+    """Writes a row per conversation, and what was left out to standard error."""
+    from treadle.trainer.preflight.table import INPUT_ERRORS
+    from treadle.trainer.prepare.conversations import NEEDED, Conversations
+
+    found = files.query(
+        _filter(args), columns=NEEDED, order_by=_names(args.order_by), limit=args.limit
+    )
+    try:
+        conversations = Conversations(args.run)
+        rows = list(conversations.of(found, per_row=args.per_row))
+    except INPUT_ERRORS as error:
+        return fail(error)
+    sys.stdout.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
+    sys.stdout.flush()
+    reasons = "".join(f"; left out {n:,}: {why}" for why, n in conversations.left_out.items())
+    say(f"{len(rows):,} conversations of {len(found):,} trajectories{reasons}", error=True)
+    return 0 if rows else 1
+
+
+def _filter(args: argparse.Namespace) -> "Filter":
     from treadle.tracing.trajectories import Filter
 
-    if args.sql is not None:
-        table = files.sql(args.sql)
-        return table.slice(0, args.limit), table.num_rows
     where = Filter()
     for text in args.filter:
         where &= Filter.parse(text)
+    return where
+
+
+def _answer(files: "TrajectoryFiles", args: argparse.Namespace) -> "tuple[pa.Table, int]":
+    """Returns the rows to show, and how many there are."""
+    if args.sql is not None:
+        table = files.sql(args.sql)
+        return table.slice(0, args.limit), table.num_rows
+    where = _filter(args)
     table = files.table(
         where,
         columns=_COLUMNS[:4] if args.format == "text" else _names(args.columns) or _COLUMNS,
