@@ -10,6 +10,7 @@ separate process (`time_limited`): it may hold the interpreter's lock, and only 
     resolve("rewards/mine.py:compute_score")       # a file, or "package.module:function"
     resolve("brevity", timeout_s=5)                # an installed package's, with a time limit
     resolve("rubric.yaml")                         # a judge: entered before the first trajectory
+    resolve("reward_model.yaml")                   # a model with a scalar head: likewise
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.arguments import require_extra
 from treadle.tools.rewards.judge import Judge
 from treadle.tools.rewards.named import NAMED, NamedReward, name_for_source, sources
+from treadle.tools.rewards.reward_model import RewardModel, read_settings
 from treadle.tools.rewards.time_limited import TimeLimitedReward
 from treadle.tools.rewards.user import UserReward, installed, load, load_installed
 from treadle.tools.rewards.weighted import weighed
+from treadle.tools.yaml_config import read_yaml
 
 
 def resolve(
@@ -40,8 +43,8 @@ def resolve(
 
     Args:
         name: None for each row by its data source; "file.py:function" or "module:function" for
-            your own function; a .yaml or .yml file for the judge that it describes; otherwise a
-            name of this package or of an installed one.
+            your own function; a .yaml or .yml file for the judge or the reward model that it
+            describes; otherwise a name of this package or of an installed one.
         mode: How an answer is read or scored, for rewards of this package with several modes.
             None: the first mode of each.
         timeout_s: Maximum seconds to score one trajectory, always in a separate process then. None:
@@ -58,7 +61,7 @@ def resolve(
             mode, partial(resolve, timeout_s=timeout_s, timeout_score=timeout_score)
         )
     if name.endswith((".yaml", ".yml")):
-        return _judge(Path(name), mode=mode, timeout_s=timeout_s)
+        return _of_model(Path(name), mode=mode, timeout_s=timeout_s)
     make = _maker(name, mode, optional)
     reward = make()
     limit = timeout_s
@@ -101,13 +104,17 @@ def resolve_all(
     return weighed(makers, weights)
 
 
-def _judge(path: Path, *, mode: str | None, timeout_s: float | None) -> RewardFn:
+def _of_model(path: Path, *, mode: str | None, timeout_s: float | None) -> RewardFn:
     for key, value in (("mode", mode), ("timeout_s", timeout_s)):
         if value is not None:
             raise SetupError(
-                f"the reward {path} is a rubric and takes no {key}={value}; a rubric has its own "
-                "timeout_s"
+                f"the reward {path} is a rubric or a reward model and takes no {key}={value}; a "
+                "rubric has its own timeout_s"
             )
+    document = read_yaml(path, "rubric or reward model", literal=True)
+    if isinstance(document, Mapping) and "reward_model" in document:
+        settings = read_settings(document, f"the reward model {path}", path.parent)
+        return RewardModel(settings)
     return Judge.from_file(path)
 
 

@@ -100,7 +100,10 @@ RENAMED = {
 }
 
 _REWARD_MANAGER = "a reward is reward.name=path.py:function"
-_REWARD_MODEL = "a language model that judges is reward.name=rubric.yaml"
+_REWARD_MODEL = (
+    "a language model that judges is reward.name=rubric.yaml, one with a scalar head "
+    "reward.name=reward_model.yaml"
+)
 
 # key -> accepted values, and why no others.
 IMPLIED: Mapping[str, tuple[tuple[Any, ...], str]] = {
