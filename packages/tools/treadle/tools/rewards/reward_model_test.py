@@ -50,11 +50,11 @@ def _write_model(folder: Path, *, pad: int | None = None, head: bool = True) -> 
     )
     config.num_labels = 1
     kind = Qwen2ForSequenceClassification if head else Qwen2ForCausalLM
-    model = kind(config)  # type: ignore[no-untyped-call]
+    model = kind(config)
     model.save_pretrained(folder)
     byte_level = Tokenizer(models.BPE(vocab=_IDS, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level)  # type: ignore[no-untyped-call]
     tokenizer.chat_template = _TEMPLATE
     tokenizer.save_pretrained(folder)
     return folder

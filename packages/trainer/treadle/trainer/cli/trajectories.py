@@ -141,13 +141,13 @@ def main(argv: Sequence[str]) -> int:
 def _write_conversations(files: "TrajectoryFiles", args: argparse.Namespace) -> int:
     """Writes a row per conversation, and what was left out to standard error."""
     from treadle.trainer.preflight.table import INPUT_ERRORS
-    from treadle.trainer.prepare.conversations import NEEDED, Conversations
+    from treadle.trainer.prepare.conversations import NEEDED, RunConversations
 
     found = files.query(
         _filter(args), columns=NEEDED, order_by=_names(args.order_by), limit=args.limit
     )
     try:
-        conversations = Conversations(args.run)
+        conversations = RunConversations(args.run)
         rows = list(conversations.of(found, per_row=args.per_row))
     except INPUT_ERRORS as error:
         return fail(error)

@@ -92,8 +92,8 @@ class RewardConfig(Section):
     name: str | tuple[str, ...] | None = None
     """The reward of all rows: a name from treadle.tools.rewards or an installed package, or your
     own function as path.py:function or package.module:function, or a rubric.yaml for a language
-    model that judges, or a reward_model.yaml for one with a scalar head. Of a list, the results are added by `weights`. Null: chosen by each row's
-    data_source."""
+    model that judges, or a reward_model.yaml for one with a scalar head. Of a list, the results are
+    added by `weights`. Null: chosen by each row's data_source."""
     weights: Mapping[str, float] = {}
     """Weights of several rewards by the function's name, as `reward.weights.short=0.2` of
     game.py:short; 1 for each without. The metric `reward/short` has its results without the

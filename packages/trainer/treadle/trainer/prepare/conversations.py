@@ -19,7 +19,7 @@ from treadle.trainer.data import Row, read_rows
 from treadle.trainer.data.own_reader import load_reader
 from treadle.trainer.rollout.loops_from_config import prompt_rules
 
-__all__ = ["NEEDED", "Conversations"]
+__all__ = ["NEEDED", "RunConversations"]
 
 NEEDED: Final = ("task_id", "stop", "messages", "findings")
 """The columns of a trajectory that a conversation is made of."""
@@ -28,7 +28,7 @@ _CUT = ("turn_length", "response_length", "context_length")
 _BROKEN = ("error", "agent_failed")
 
 
-class Conversations:
+class RunConversations:
     """Makes the conversations of a run.
 
     Attributes:

@@ -9,7 +9,7 @@ import pytest
 
 from treadle.agent_loop import SetupError
 from treadle.trainer.demo import DEMO, MODELS
-from treadle.trainer.prepare.conversations import Conversations
+from treadle.trainer.prepare.conversations import RunConversations
 
 _CALL = {"id": "c", "name": "calculator", "arguments": {"expression": "1+2"}}
 _GOOD: list[dict[str, Any]] = [
@@ -21,7 +21,7 @@ _GOOD: list[dict[str, Any]] = [
 
 
 @pytest.fixture
-def conversations(tmp_path: Path) -> Conversations:
+def conversations(tmp_path: Path) -> RunConversations:
     folder = DEMO.parent
     selections: list[dict[str, list[str]]] = [{}, {"tool_selection": []}]
     rows = [
@@ -35,7 +35,7 @@ def conversations(tmp_path: Path) -> Conversations:
         "agent": {"default_loop": "tool_agent", "tool_catalogue": str(folder / "tools.yaml")},
     }
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    return Conversations(tmp_path)
+    return RunConversations(tmp_path)
 
 
 def _trajectory(**changed: object) -> Mapping[str, Any]:
@@ -48,7 +48,7 @@ def _trajectory(**changed: object) -> Mapping[str, Any]:
     }
 
 
-def test_a_conversation_has_the_columns_of_fine_tuning(conversations: Conversations) -> None:
+def test_a_conversation_has_the_columns_of_fine_tuning(conversations: RunConversations) -> None:
     (row,) = conversations.of([_trajectory()])
     assert row["messages"] == [
         _GOOD[0],
@@ -69,7 +69,7 @@ def test_a_conversation_has_the_columns_of_fine_tuning(conversations: Conversati
     assert [tool["function"]["name"] for tool in row["tools"]] == ["calculator"]  # type: ignore[attr-defined]
 
 
-def test_the_tools_are_those_that_the_row_selects(conversations: Conversations) -> None:
+def test_the_tools_are_those_that_the_row_selects(conversations: RunConversations) -> None:
     (row,) = conversations.of([_trajectory(task_id="val/1")])
     assert "tools" not in row
 
@@ -84,14 +84,14 @@ def test_the_tools_are_those_that_the_row_selects(conversations: Conversations) 
     ],
 )
 def test_what_cannot_be_imitated_is_counted(
-    conversations: Conversations, changed: Mapping[str, object], reason: str
+    conversations: RunConversations, changed: Mapping[str, object], reason: str
 ) -> None:
     assert list(conversations.of([_trajectory(**changed)])) == []
     assert conversations.left_out == {reason: 1}
 
 
 def test_conversations_of_a_row_differ_and_are_not_more_than_wanted(
-    conversations: Conversations,
+    conversations: RunConversations,
 ) -> None:
     others = [[_GOOD[0], {"role": "assistant", "content": text}] for text in "abc"]
     given = [_trajectory(messages=messages) for messages in (others[0], *others)]
@@ -103,7 +103,7 @@ def test_conversations_of_a_row_differ_and_are_not_more_than_wanted(
 
 
 def test_images_are_named_where_they_are_shown(
-    conversations: Conversations, tmp_path: Path
+    conversations: RunConversations, tmp_path: Path
 ) -> None:
     shown = {"role": "user", "content": "what?", "images": ["a.png"]}
     (row,) = conversations.of([_trajectory(messages=[shown, _GOOD[3]])])
@@ -111,6 +111,6 @@ def test_images_are_named_where_they_are_shown(
     assert row["messages"] == [{"role": "user", "content": "<image>what?"}, _GOOD[3]]
 
 
-def test_a_row_that_is_gone_is_an_error(conversations: Conversations) -> None:
+def test_a_row_that_is_gone_is_an_error(conversations: RunConversations) -> None:
     with pytest.raises(SetupError, match=r"train/7 is a trajectory of .*data\.train_files"):
         list(conversations.of([_trajectory(task_id="train/7")]))
