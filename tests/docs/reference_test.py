@@ -84,7 +84,8 @@ def test_a_metric_of_some_runs_is_in_the_sources() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "least"), [("troubleshooting.md", 40), ("coming_from_trl.md", 25)]
+    ("page", "least"),
+    [("troubleshooting.md", 40), ("coming_from_trl.md", 25), ("coming_from_verifiers.md", 3)],
 )
 def test_a_page_names_keys_that_exist(page: str, least: int) -> None:
     code = _code_of(page)

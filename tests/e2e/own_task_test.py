@@ -68,11 +68,12 @@ def test_the_page_leads_from_an_empty_directory_to_a_model(tmp_path: Path) -> No
         assert (task / name).read_bytes() == template[name], name
 
 
-def test_the_task_of_the_page_for_users_of_trl_trains(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("library", ["trl", "verifiers"])
+def test_the_task_of_the_page_for_users_of_another_library_trains(
+    library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    page = (_DOCS / "coming_from_trl.md").read_text(encoding="utf-8")
+    page = (_DOCS / f"coming_from_{library}.md").read_text(encoding="utf-8")
     (command,) = [
         shlex.split(text)
         for name, language, text in re.findall(_BLOCKS, page, re.MULTILINE | re.DOTALL)
@@ -84,6 +85,8 @@ def test_the_task_of_the_page_for_users_of_trl_trains(
     assert main([*command, *small, *fake, "model.path=demo:calculator"]) == 0
     (line,) = read_metrics(Path("run/metrics.jsonl"))
     assert (line["rollout/num_failed"], line["reward/mean"]) == (0, 0), "it makes no call"
+    if library != "trl":
+        return
     Path("rows.jsonl").write_text('{"prompt": "What is 6 * 7?", "answer": 42}\n')
     several = re.search(r"`(reward\.name=\[.*?\])`, `(reward\.weights\..*?)`", page)
     assert several is not None
