@@ -45,7 +45,7 @@ _VERL_REWARDS: Final = (
 class Inputs:
     """The user's files, read and checked; `notes` are lines to print at start.
 
-    `loops` are the names of those that run the rows; `images` says whether a prompt shows one. An
+    `loops` names the loops that run the rows; `images` is true if any prompt has an image. An
     evaluation has no training rows.
     """
 
