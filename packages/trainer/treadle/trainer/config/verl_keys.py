@@ -288,7 +288,7 @@ def _schedule(value: Any, _: Verl) -> Mapping[str, Any]:
 
 
 def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
-    """Verl frees the engine's memory by default; here either of its keys turns that on."""
+    """Verl frees the engine's memory by default; here only if one of the two keys is set."""
     prefix = "actor_rollout_ref.rollout"
     stages = verl.get(f"{prefix}.multi_stage_wake_up", False)
     released = verl.get(f"{prefix}.free_cache_engine", True)
