@@ -1,4 +1,4 @@
-"""Loggers: they record a run's configuration, metrics, tables and end outside its own files.
+"""Loggers: they record a run's configuration, metrics, tables and end, beside its own files.
 
 `run.loggers` names them. The console, `metrics.jsonl` and the report are not loggers: every run has
 them (`treadle.trainer.report`).

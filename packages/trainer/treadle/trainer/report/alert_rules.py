@@ -80,7 +80,7 @@ _WITHOUT_SERVERS: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert; `said` describes a run in which it fired, before "in 3 of 40 steps".
+    """One alert; `said` is its text in the summary of a run, before "in 3 of 40 steps".
 
     Attributes:
         name: In `alerts.jsonl`, in the loggers and as the label of `treadle_alert`.

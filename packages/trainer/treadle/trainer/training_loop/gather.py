@@ -73,8 +73,8 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
         keep_surplus: Whether what is left goes to the next step.
 
     Returns:
-        What was found. If all groups were lost to failures, they are its groups, so that
-        `survivors_of` says why there is nothing to train on.
+        The groups to train on. If all were lost to failures, they are returned anyway, so that
+        `survivors_of` raises with the cause.
 
     Raises:
         OutageError: Something is down that the greedy trajectories need.

@@ -52,7 +52,7 @@ class LoopWorker:
         setup_done: Done when it is ready, or was refused; or lost.
         heard: How many messages it has sent.
         sign: Its latest sign of life.
-        open_asks: Run -> number of tasks that it asked for and was not given.
+        open_asks: Run -> number of tasks that it requested and was not given.
         num_given: Run -> number of tasks that it was given and that have not ended.
         lost: Whether it is given up.
         watching: Waits for the end of the process, once it is ready.
