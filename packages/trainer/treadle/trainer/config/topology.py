@@ -2,8 +2,8 @@
 
 `launch.nodes` and `launch.gpus_per_node` set the number of GPUs; process counts that the user did
 not set are derived from them (`derived_settings`). A GPU belongs to at most one policy rank. A
-server has one GPU per copy and part of the model, all on one node. Colocated servers share the
-ranks' GPUs; separate servers have the GPUs after those of the ranks.
+server has one GPU for each part of each of its copies of the model, all on one node. Colocated
+servers share the ranks' GPUs; separate servers have the GPUs after those of the ranks.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The images of a row: its column `images`, and its messages with them.
 
-Invariant: every image has one place, an `<image>` mark in a message; a row with more or fewer marks
-than images is an error. The bytes of the row or its file are passed on unchanged.
+Invariant: every image has one place, an `<image>` mark in a message. A row whose marks do not match
+its images is an error. The bytes of the row or its file are passed on unchanged.
 
 The column is a list of mappings, as written by verl and the library `datasets`: `bytes` of a PNG,
 JPEG or WebP file, or the `path` of such a file, for formats without bytes such as JSONL.

@@ -67,8 +67,8 @@ def load_reward(
     Args:
         rows: All rows of the run.
         own: The user's objects beside the configuration.
-        rules: Knows the loops that score their trajectories; None if they could not be loaded,
-            which is another problem.
+        rules: Has the loops that score their trajectories; None if they could not be loaded, which
+            is reported separately.
 
     Raises:
         SetupError: It does not exist or does not load, or no reward is known for a row's

@@ -43,7 +43,7 @@ def foreign_environment(program: str, extra: Mapping[str, str]) -> dict[str, str
     """Returns the environment of a child that brings its own Python and packages.
 
     Variables that set what an interpreter or a pex runs or imports are left out. The program's
-    directory comes first in PATH, as if its environment were activated.
+    directory is put first in PATH unless it is listed, as if its environment were activated.
     """
     kept = {
         name: value

@@ -231,7 +231,7 @@ def _idle(history: History) -> str | None:
 
 
 def _idle_by_shares(shares: Record) -> str | None:
-    """Says what the servers waited for, if that was most of their time."""
+    """Returns what the servers waited for, if that was most of their time."""
     tools, training = shares[f"{SERVER_TIME}tools"], shares[f"{SERVER_TIME}training"]
     prompts = shares[f"{SERVER_TIME}prompts"]
     idle = training + prompts

@@ -34,7 +34,7 @@ class AttachedServer:
         """Connects to nothing yet.
 
         Args:
-            config: Says how the server is reached (`rollout.tls_*`, `rollout.token_file`).
+            config: Has the credentials of the server (`rollout.tls_*`, `rollout.token_file`).
         """
         self._address = address
         self._config = config

@@ -153,11 +153,11 @@ def has_signal(group: Group, *, by: str) -> bool:
 def note_failures(
     context: TrainingContext, step: int, groups: Sequence[Group], *, num_lost: int
 ) -> None:
-    """Says how trajectories failed in groups that nothing is trained on.
+    """Adds a note on failed trajectories in groups that are not trained on.
 
     Args:
-        step: The note is about it.
-        num_lost: Number of those that are left out because of failures.
+        step: The step that the note belongs to.
+        num_lost: Number of groups that are left out because of failures.
     """
     failed = [t for group in groups for t in group.trajectories if t.error is not None]
     if failed:

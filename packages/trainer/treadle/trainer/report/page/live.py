@@ -73,10 +73,10 @@ class LiveReport:
 async def live_report(
     run_dir: Path, *, pace: Pace | None = None, curves: bool = True
 ) -> AsyncIterator[LiveReport]:
-    """Gives the report of the run in this block, whose end it records; the caller has the lock.
+    """Yields the report of the run, and records how the block ended; the caller has the lock.
 
     Args:
-        pace: Says when the run will end. None: nothing does.
+        pace: Estimates the end of the run. None: no estimate.
         curves: Whether `curves.png` is drawn at the end.
     """
     report = LiveReport(run_dir, pace=pace, curves=curves)

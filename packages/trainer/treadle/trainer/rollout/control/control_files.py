@@ -213,7 +213,7 @@ def write_answer(directory: Path, name: str, answer: Answer) -> None:
 
 
 def write_list(directory: Path, servers: Sequence[Mapping[str, Any]]) -> None:
-    """Says which servers the run has now."""
+    """Writes the list of the run's present servers."""
     _write(directory / _LIST, {"at": time.time(), "servers": servers})
 
 

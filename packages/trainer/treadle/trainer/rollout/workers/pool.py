@@ -274,7 +274,7 @@ class LoopWorkers:
             run.fail(self._failure)
 
     def set_max_in_flight(self, runner: "_WorkersRunner") -> None:
-        """Tells the workers that the bound of a runner has changed."""
+        """Sends the changed bound of a runner to the workers."""
         for run in self._runs.values():
             if run.runner is runner:
                 run.begin.max_in_flight = runner.max_in_flight
