@@ -65,7 +65,7 @@ def train(
     Args:
         reward: Scores a trajectory: `reward(trajectory)`, with columns of the row as further
             parameters, or with those of verl's `compute_score`; `reward(trajectories)` scores those
-            of a row at once. Several are added by `reward.weights`. None: as `reward.name` says.
+            of a row at once. Several are added by `reward.weights`. None: that of `reward.name`.
         tools: Typed functions with a docstring, or tools, beside those of `agent.tool_catalogue`.
             Rows reach them through their loop, as with `agent.default_loop="tool_agent"`.
         loops: By the name that rows give in `agent_name`, or that `agent.default_loop` names.

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class HubError(SetupError):
-    """Something cannot be fetched from the Hub; the message says what to do."""
+    """Something cannot be fetched from the Hub; the message names the cause."""
 
 
 def is_model_id(text: str) -> bool:
@@ -149,7 +149,7 @@ def push_model(directory: Path, repo: str) -> str:
 
 
 def _have(what: str, command: str, get: Callable[[], T]) -> T:
-    """Calls `get`; says in one sentence why something cannot be fetched."""
+    """Calls `get`, and turns an error into a `HubError` of one sentence that names the cause."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,

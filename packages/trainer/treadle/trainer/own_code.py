@@ -36,7 +36,7 @@ class OwnCode:
     """The objects that a script adds to a configuration.
 
     Attributes:
-        reward: Scores every row. None: as the configuration says.
+        reward: Scores every row. None: the configuration's reward.
         tools: By name, beside those of `agent.tool_catalogue`.
         loops: By name, beside those of `agent.loops`.
     """

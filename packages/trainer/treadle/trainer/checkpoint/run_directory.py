@@ -2,15 +2,15 @@
 
 Invariant: a checkpoint is used only after its files were compared with its manifest. It is written
 under a `.partial` name, the manifest last, then renamed, then named in `latest`, each step atomic.
-What a killed trainer leaves behind is removed by the next. `latest` is a hint: it says which
-checkpoint to try first, so a run is set back by writing another name into it; if it is missing or
-leads nowhere, the newest whole checkpoint is the latest. One trainer uses a run directory at a
-time: it holds a lock on `lock`, which the operating system frees when the trainer dies. `best`
-names the checkpoint that stands for the run where one is chosen by validation; it is not removed.
+The next trainer removes what a killed one left behind. `latest` is a hint: it names the checkpoint
+to try first, so a run is set back by writing another name into it; if it is missing or names no
+valid checkpoint, the newest complete one is used. One trainer uses a run directory at a time: it
+holds a lock on `lock`, which the operating system frees when the trainer dies. `best` names the
+checkpoint that validation chose, if it chooses one; that checkpoint is not removed.
 
 Besides the policy a checkpoint needs only the step: data order and seeds are functions of it. It
 also carries the step's metrics, in case the trainer dies before they are logged, and a copy of
-`config.json`, by which a run is known whose own was lost.
+`config.json`, which identifies a run that lost its own.
 """
 
 import asyncio

@@ -30,7 +30,7 @@ COMMANDS = MappingProxyType(
         "view": "show runs in a browser or as text: curves, trajectories, where the time went",
     }
 )
-"""The purpose of each command; `treadle COMMAND --help` says how."""
+"""The purpose of each command; `treadle COMMAND --help` describes its arguments."""
 
 _EVERYTHING = "all"
 

@@ -1,8 +1,8 @@
 """Signals: they cancel the work of a command, which then cleans up.
 
-Invariant: after the first signal, the process ends as the command says, however many follow. A
-signal that comes when the event loop is closed changes nothing: raised as KeyboardInterrupt, it
-would end the interpreter's own exit in a trace.
+Invariant: after the first signal, the command decides how the process ends, however many follow. A
+signal that comes when the event loop is closed is ignored: a KeyboardInterrupt would interrupt the
+interpreter's exit with a traceback.
 """
 
 import asyncio

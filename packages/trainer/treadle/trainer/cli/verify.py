@@ -1,4 +1,4 @@
-"""`treadle verify RUN`: whether a run is what it says, by its files and by computing it again."""
+"""`treadle verify RUN`: checks a run by its files, and by computing its steps again."""
 
 import argparse
 import asyncio

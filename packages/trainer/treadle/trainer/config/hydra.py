@@ -17,7 +17,7 @@ _VERL_FILES = ("ppo_trainer", "ppo_megatron_trainer")
 """verl's own files, whose settings are its defaults."""
 _SELF = "_self_"
 OF_HYDRA: Final = ("defaults", "hydra")
-"""Keys that tell Hydra what to read, and set nothing."""
+"""Keys that configure Hydra itself, and set nothing here."""
 
 
 def named_file(directory: str | None, name: str | None) -> Path | None:

@@ -229,8 +229,8 @@ class StepsConfig(Section):
     """Number of steps between checkpoints. Null: none at a number of steps."""
     save_minutes: Annotated[float, Field(gt=0)] | None = 30.0
     """A step also ends with a checkpoint when this long has passed since the last one, or since the
-    start. Null: time does not count. An interrupted run (Ctrl-C, SIGTERM) saves its last step, too,
-    unless the settings ask for no checkpoint at all."""
+    start. Null: time does not count. An interrupted run (Ctrl-C, SIGTERM) also saves its last step,
+    unless the settings turn off all checkpoints."""
     save_last: bool = True
     """Save a checkpoint after the last step."""
     save_hf: Literal["never", "last", "every"] = "last"
@@ -400,12 +400,12 @@ class TracingConfig(Section):
     """Bytes of traces that a run may write, measured as JSON; then only trajectories that fail are
     traced. Null: no limit."""
     otlp_endpoint: str | None = None
-    """Address for otlp, with or without /v1/traces. Null: as OTEL_EXPORTER_OTLP_ENDPOINT says, else
+    """Address for otlp, with or without /v1/traces. Null: OTEL_EXPORTER_OTLP_ENDPOINT if set, else
     http://localhost:4318. OTEL_EXPORTER_OTLP_HEADERS holds the keys of a service."""
     otlp_servers: bool = True
     """Rollout servers of the run send their own spans there too, below those of the driver. Their
-    environment then needs treadle-tracing[otlp]. They do not know what sample_rate,
-    max_samples_per_step_per_worker or max_bytes leave out, so with one of these they send none."""
+    environment then needs treadle-tracing[otlp]. They cannot apply sample_rate,
+    max_samples_per_step_per_worker or max_bytes, so if one of these is set, they send no spans."""
 
     @field_validator("backends")
     @classmethod
@@ -443,7 +443,7 @@ class AnyRunConfig(Section):
     directory that already holds a run. A path, of a run or of RUN/checkpoints/step-N: begin with
     the weights, the optimizer and the step of that checkpoint; one of `dir` itself sets the run
     back to it. The same command given again continues. The model must be the same; other settings
-    may differ, and the run says which."""
+    may differ, and the run reports which."""
 
     @field_validator("loggers")
     @classmethod

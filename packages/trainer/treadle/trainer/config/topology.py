@@ -1,9 +1,9 @@
 """The topology: which GPUs each policy rank and each rollout server has. Pure.
 
-`launch.nodes` and `launch.gpus_per_node` say how many there are; the numbers of processes that the
-user did not set follow from them (`derived_settings`). A GPU belongs to one policy rank at most. A
-server has as many as it has copies and parts of the model, all on one node. Colocated servers have
-the ranks' GPUs too, separate ones those after them.
+`launch.nodes` and `launch.gpus_per_node` set the number of GPUs; process counts that the user did
+not set are derived from them (`derived_settings`). A GPU belongs to at most one policy rank. A
+server has one GPU for each part of each of its copies of the model, all on one node. Colocated
+servers share the ranks' GPUs; separate servers have the GPUs after those of the ranks.
 """
 
 import math

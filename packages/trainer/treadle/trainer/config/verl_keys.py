@@ -4,9 +4,9 @@ Each of verl's keys is one of
   renamed   its value becomes the value of one of our keys;
   converted a function turns its value (and related values) into assignments;
   implied   accepted with the values that match our behaviour, rejected otherwise;
-  noted     accepted with any value and no effect, by name or by pattern; a note says why;
-  unused    nothing here is like it: accepted with verl's default (`verl/defaults.py`), an error
-            that says why or what to use instead (`verl/reasons.py`) with any other value.
+  noted     accepted with any value and no effect, by name or by pattern; a note gives the reason;
+  unused    has no counterpart: accepted with verl's default (`verl/defaults.py`); any other value
+            is an error that gives the reason or what to use instead (`verl/reasons.py`).
 Any other key is unknown.
 """
 
@@ -288,7 +288,7 @@ def _schedule(value: Any, _: Verl) -> Mapping[str, Any]:
 
 
 def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
-    """Verl frees the engine's memory by default; here that is asked for, by either key."""
+    """Verl frees the engine's memory by default; here only if one of the two keys is set."""
     prefix = "actor_rollout_ref.rollout"
     stages = verl.get(f"{prefix}.multi_stage_wake_up", False)
     released = verl.get(f"{prefix}.free_cache_engine", True)
@@ -301,7 +301,7 @@ def _memory_offload(_: Any, verl: Verl) -> Mapping[str, Any]:
 
 
 def _parameters_to_host(value: Any, verl: Verl) -> Mapping[str, Any]:
-    """In verl's Megatron engine the reference does as the policy, unless it is told otherwise."""
+    """The reference of verl's Megatron engine uses the policy's value unless it has its own."""
     reference = verl.get("actor_rollout_ref.ref.megatron.param_offload", value)
     follows = isinstance(reference, str)  # it names the policy's key
     return {
@@ -699,8 +699,7 @@ def translate(
     Args:
         values: The values of all layers by key: the meaning of some of verl's keys depends on
             others, in any layer.
-        problems: Gets a `ConfigError` for each of verl's keys that asks for an unsupported
-            behaviour.
+        problems: Gets a `ConfigError` for each of verl's keys whose value is not supported.
     """
     last = {assignment.key: assignment for assignment in layer}
     layer = [assignment for assignment in layer if last[assignment.key] is assignment]

@@ -1,6 +1,6 @@
 """Turns dataset files into the tasks of a step.
 
-`read_rows` reads and checks files, `check_rows` rejects rows that ask for something unavailable,
+`read_rows` reads and checks files, `check_rows` rejects rows that need something unavailable,
 `make_prompts` prepares the rows at start, `DataOrder` chooses the rows of a step, and
 `Prompt.tasks` makes the tasks of a row.
 """

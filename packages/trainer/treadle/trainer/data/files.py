@@ -132,7 +132,7 @@ def _of_directory(path: Path) -> Sequence[Path]:
 
 
 def _split_of(name: Path) -> str | None:
-    """Returns the split that a file's name or a folder on its way tells; None if none does."""
+    """Returns the split that a file's name, else one of its folders, contains; None: no split."""
     for part in (name.stem, *reversed(name.parts[:-1])):
         if (found := _SPLIT.search(part)) is not None:
             return found[1]

@@ -1,10 +1,10 @@
 """The images of a row: its column `images`, and its messages with them.
 
-Invariant: every image has one place, where a message says `<image>`; a row in which the numbers
-differ is an error and not a guess. The bytes go on as they are in the row or its file.
+Invariant: every image has one place, an `<image>` mark in a message. A row whose marks do not match
+its images is an error. The bytes of the row or its file are passed on unchanged.
 
-The column is a list of mappings as verl and the library `datasets` write them: `bytes` with those
-of a PNG, JPEG or WebP file, or `path` of such a file, for formats without bytes as JSONL.
+The column is a list of mappings, as written by verl and the library `datasets`: `bytes` of a PNG,
+JPEG or WebP file, or the `path` of such a file, for formats without bytes such as JSONL.
 """
 
 from __future__ import annotations

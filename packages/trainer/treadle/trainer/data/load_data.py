@@ -45,7 +45,7 @@ _VERL_REWARDS: Final = (
 class Inputs:
     """The user's files, read and checked; `notes` are lines to print at start.
 
-    `loops` are the names of those that run the rows; `images` says whether a prompt shows one. An
+    `loops` names the loops that run the rows; `images` is true if any prompt has an image. An
     evaluation has no training rows.
     """
 
@@ -67,8 +67,8 @@ def load_reward(
     Args:
         rows: All rows of the run.
         own: The user's objects beside the configuration.
-        rules: Knows the loops that score their trajectories; None if they could not be loaded,
-            which is another problem.
+        rules: Has the loops that score their trajectories; None if they could not be loaded, which
+            is reported separately.
 
     Raises:
         SetupError: It does not exist or does not load, or no reward is known for a row's

@@ -25,7 +25,7 @@ _KEYS: Mapping[str, tuple[str, ...]] = {
 
 
 class WrongMessage(ValueError):
-    """A message cannot be used; the text says where and why."""
+    """A message cannot be used; the text gives the field and the cause."""
 
 
 def read_list(value: object, where: str) -> Sequence[object]:

@@ -2,7 +2,7 @@
 
 Invariant: a `Prompt` names a loop that exists, its messages are those the loop receives, and its
 rendered length, including tool schemas, is within the limit. An invalid row is an error before the
-first step; an overlong one is dropped or shortened, and counted, if the configuration says so.
+first step; an overlong one is dropped or shortened, and counted, if the configuration allows it.
 Rendering a large dataset takes a while; the caller chooses the thread.
 """
 
@@ -130,7 +130,7 @@ def make_prompts(
 
 
 class PromptsInFiles(Sequence[Prompt]):
-    """The prompts of rows that stay in their files: 16 bytes each, made when they are asked for.
+    """The prompts of rows that stay in their files: 16 bytes each, made when they are accessed.
 
     Args:
         split: See `make_prompts`, also for the next two.

@@ -30,7 +30,7 @@ class RowProblems:
             place: The row's file and line.
             problem: The problem's text; rows whose texts differ in a value alone are counted
                 together.
-            cause: The error that said so.
+            cause: The error that reported the problem.
         """
         kind = _VALUES.sub("", problem)
         self._found.setdefault(kind, (problem, cause, []))[2].append(place)

@@ -40,7 +40,7 @@ class _Part(Protocol):
 
 
 class RowsInFiles(Sequence[Row]):
-    """The rows of files, read when they are asked for.
+    """The rows of files, read when they are accessed.
 
     Args:
         files: In order; each was read whole before, without an error.

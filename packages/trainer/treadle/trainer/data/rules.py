@@ -1,4 +1,4 @@
-"""The rules for rows: what a row may ask for, and the check that it can run as written.
+"""The rules for rows: what a row may select, and the check that it can run as written.
 
 Invariant: a row that passes names a loop, tools and an interaction that exist, and contains nothing
 that would be ignored. The check needs neither tokenizer nor model, so it runs before any process
@@ -103,7 +103,7 @@ def check_row_loops(
 
 
 def check_rows(rows: Sequence[Row], *, split: str, rules: PromptRules) -> None:
-    """Rejects rows that could not run as they, or the configuration, ask.
+    """Rejects rows that cannot run as they, or the configuration, specify.
 
     Args:
         split: Names the rows in messages: "train" or "val".
@@ -161,7 +161,7 @@ class _ResolvedLoops:
 def _problems_of(
     row: Row, rules: PromptRules, loops: _ResolvedLoops
 ) -> Iterator[tuple[str, SetupError | None]]:
-    """Yields what is wrong with a row, and the error that says so if there is one."""
+    """Yields each problem of a row, and the error that reported it, if any."""
     loop = rules.loop_of(row)
     if (unknown := loops.error(loop)) is not None:
         yield str(unknown), unknown

@@ -1,11 +1,11 @@
 """The doctor of a whole system: what can be wrong with an environment, a machine or a run.
 
 `environment.py` checks the interpreter and its packages, `machine.py` the machine, `gpus.py` the
-GPUs and what steers NCCL, and `run.py` one run: it makes the checks of `preflight`, asks the
-server's own doctor in the engine's environment, and looks at the nodes of a Ray cluster.
+GPUs and the settings of NCCL, and `run.py` one run: it makes the checks of `preflight`, runs the
+server's own doctor in the engine's environment, and inspects the nodes of a Ray cluster.
 
-Invariant: a check changes nothing and cannot crash the doctor, and each finding that is not good
-says what to do. The list of a run's checks is that of `preflight`; there is no second one.
+Invariant: a check changes nothing and cannot crash the doctor, and each warning or failure names a
+remedy. A run's checks are listed in `preflight` only.
 """
 
 from treadle.trainer.doctor.environment import check_environment

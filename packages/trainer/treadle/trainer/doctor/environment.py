@@ -275,7 +275,7 @@ def _version_of(distribution: str) -> str:
 
 
 def _of_torch(distribution: str) -> str | None:
-    """Returns the version of a distribution that the installed torch asks for exactly."""
+    """Returns the exact version of a distribution that the installed torch requires, if any."""
     try:
         needs = importlib.metadata.requires("torch") or ()
     except importlib.metadata.PackageNotFoundError:

@@ -144,7 +144,7 @@ def _loopback() -> Diagnosis:
 
 
 def check_proxy(environ: Mapping[str, str]) -> Diagnosis:
-    """Finds a proxy that clients would ask for addresses of this machine."""
+    """Finds a proxy that clients would use for addresses of this machine."""
     names = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
     proxy = next((environ[name] for name in names if environ.get(name)), "")
     passed = environ.get("no_proxy") or environ.get("NO_PROXY") or ""

@@ -1,8 +1,8 @@
-"""Imports libraries in a separate process and says what came of it.
+"""Imports libraries in a separate process and reports the results.
 
-Invariant: a library that crashes its process on import ends the probe and not the doctor; what the
-probe had said before is kept. The probe has the import path of a policy rank, so it imports what
-training imports.
+Invariant: a library that crashes its process on import ends the probe and not the doctor; results
+that the probe printed before the crash are kept. The probe has the import path of a policy rank, so
+it imports what training imports.
 """
 
 import json

@@ -237,7 +237,7 @@ def _checkpoints(config: Config, run_dir: Path, folder: Path) -> Diagnosis:
 
 
 def _server(config: Config) -> Iterator[Diagnosis]:
-    """Asks the doctor of the server, in the environment where a server of this run would start."""
+    """Runs the doctor of the server, in the environment where a server of this run would start."""
     spec = server_spec(config, "doctor", weights_directory=None)
     command = spec.command or (sys.executable, "-P", "-m", spec.module)
     arguments = [argument.replace("{host}", "127.0.0.1") for argument in spec.args]

@@ -1,7 +1,7 @@
-"""The checks of an evaluation: what can be known to be wrong before anything is started or written.
+"""The checks of an evaluation: they find errors before anything is started or written.
 
-Invariant: all problems are reported at once, by rows of the table of `preflight`, of which a run
-selects more, since it also trains.
+Invariant: all problems are reported at once, by checks from the table of `preflight`. A training
+run selects more of them.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
 """The results of an evaluation, as `results.json` holds them.
 
-Invariant: the file says what was evaluated, on what, how it was sampled, with which releases, and
-what came out, so that it can be compared with another one without the directory around it.
+Invariant: the file names the model, the data, the sampling settings, the package versions and the
+scores, so it can be compared with another one without the rest of its directory.
 """
 
 import datetime

@@ -52,9 +52,9 @@ class Scores:
     Attributes:
         data_source: The rows' `data_source`, or `ALL` of them.
         failed: Number of trajectories that failed.
-        accuracy: Share of right answers, 0 to 1; None where the reward does not tell.
+        accuracy: Share of right answers, 0 to 1; None if the reward gives no accuracy.
         pass_at: k -> probability, 0 to 1, that one of k samples is a right answer, for k = 1, 2, 4
-            and so on up to the samples per row; empty where the reward does not tell.
+            and so on up to the samples per row; empty if `accuracy` is None.
         at_k: Scores of k samples of a row, by the names of `scores_at_k`; empty for one sample.
         tool_call_rate: Share of the trajectories, 0 to 1, that called a tool.
         turns: Mean number of turns of the trajectories that did not fail; None if all did.

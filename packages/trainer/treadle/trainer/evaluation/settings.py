@@ -24,7 +24,7 @@ _NO_MODEL = "model.path=none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """The configuration, and what to say about it."""
+    """The configuration, and notes on it for the user."""
 
     config: Config
     notes: tuple[str, ...]
@@ -48,8 +48,8 @@ def load_settings(
         overrides: `key=value` arguments; they override files.
         data: Data files, in place of the configuration's, read to their end unless there is a
             limit.
-        samples: Trajectories per row; None: as `rollout.val.samples_per_prompt` says.
-        limit: Maximum number of rows; None: as `data.max_val_rows` says.
+        samples: Trajectories per row; None: `rollout.val.samples_per_prompt`.
+        limit: Maximum number of rows; None: `data.max_val_rows`.
 
     Raises:
         ConfigError: There is no data or no tokenizer, a file cannot be read, a key is unknown, or a

@@ -51,7 +51,7 @@ def _scored(scores: Sequence[Scores]) -> list[list[str]]:
 def _together(scores: Sequence[Scores]) -> list[list[str]]:
     """Returns mean, best, worst and majority of all samples of a row; nothing for one sample.
 
-    They are those of the accuracy; of the reward where it does not tell right from wrong.
+    They are computed from the accuracy, or from the reward if it gives no accuracy.
     """
     names = list(dict.fromkeys(name for each in scores for name in each.at_k))
     names = [name for name in names if name.startswith("accuracy/")] or names

@@ -42,8 +42,8 @@ def child_environment(python_path: str, extra: Mapping[str, str]) -> dict[str, s
 def foreign_environment(program: str, extra: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a child that brings its own Python and packages.
 
-    Variables that tell an interpreter or a pex what to run or import are left out. The tools
-    beside the program are found first, as if its environment were activated.
+    Variables that set what an interpreter or a pex runs or imports are left out. The program's
+    directory is put first in PATH unless it is listed, as if its environment were activated.
     """
     kept = {
         name: value

@@ -37,7 +37,7 @@ class Gpu:
 def all_gpus() -> tuple[Gpu, ...]:
     """Returns the GPUs of this machine; none without a driver.
 
-    It asks `nvidia-smi`, so that neither torch is imported nor a CUDA context made.
+    It runs `nvidia-smi`, so that torch is not imported and no CUDA context is created.
     """
     try:
         answer = subprocess.run(

@@ -63,9 +63,9 @@ def _was_killed(status: int) -> bool:
 
 
 def _oom_kills() -> int:
-    """Returns how many processes of this machine its kernel has ended for memory.
+    """Returns how many processes this machine's kernel has killed for lack of memory.
 
-    It counts those of other programs too. 0: it does not say.
+    Processes of other programs count too. Returns 0 if the kernel does not report the number.
     """
     try:
         text = _VMSTAT.read_text(encoding="ascii")

@@ -47,8 +47,8 @@ class ProcessSpec:
         args: Arguments; `{host}` stands for the address at which the machine is reached.
         devices: Its GPUs; None: GPUs are not assigned.
         gpus: Number of GPUs that Ray reserves, where they are not assigned.
-        placement: Where Ray starts it, unless its GPUs say so: on any node, spread over the nodes,
-            or on the driver's.
+        placement: Where Ray starts a process without `devices`: on any node, spread over the
+            nodes, or on the driver's node.
     """
 
     name: str

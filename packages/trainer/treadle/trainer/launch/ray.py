@@ -235,9 +235,9 @@ class _Keeper:
 
 
 class _Reservation:
-    """The actor that holds the GPUs of one node; the processes' own actors ask Ray for none.
+    """The actor that holds the GPUs of one node; the processes' own actors reserve none.
 
-    So several processes share a GPU, and a process has several, which Ray's fractions cannot say.
+    Thus processes can share a GPU and also have several, which Ray's fractions do not allow.
     """
 
     def devices(self) -> tuple[str, list[str]]:
@@ -276,8 +276,7 @@ class RayProcess:
     async def wait(self) -> int:
         """See `Process.wait`; a process whose node is gone counts as ended by SIGKILL.
 
-        While the actor stands still, this waits: whether the process lives is told by its own
-        answers.
+        While the actor does not respond, this waits: only the actor reports the process's end.
         """
         try:
             return await self._ask(self._actor.wait.remote())

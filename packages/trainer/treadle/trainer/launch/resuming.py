@@ -71,7 +71,7 @@ def settings_to_resume(config: ConfigT, losses: Sequence[str]) -> ConfigT:
 
 
 def loss_notes(losses: Sequence[str], *, after: int | None) -> Sequence[str]:
-    """Returns what the notes of a run are to say of its losses.
+    """Returns the notes of a run on its losses.
 
     Args:
         losses: Sentences about what was lost, in order.

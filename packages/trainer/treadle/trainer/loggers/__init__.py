@@ -1,9 +1,9 @@
-"""Loggers: where a run's configuration, metrics, tables and end go beside its own files.
+"""Loggers: they record a run's configuration, metrics, tables and end, beside its own files.
 
-`run.loggers` names them. The console, `metrics.jsonl` and the report are not here: they are parts
-of every run (`treadle.trainer.report`).
+`run.loggers` names them. The console, `metrics.jsonl` and the report are not loggers: every run has
+them (`treadle.trainer.report`).
 
-    run_logger.py     what a logger is, and what it is told
+    run_logger.py     the interface of a logger, and the data it gets
     named.py          the table of loggers by name, and how your own is loaded
     to_wandb.py, to_tensorboard.py, to_mlflow.py, to_trackio.py: one client each
     process.py        the process of one logger, beside the driver

@@ -1,7 +1,7 @@
 """The driver's side of one logger: a process, a bounded queue before it, and a limit at its end.
 
-Invariant: no call but `close` waits, and `close` not longer than it is told. Nothing that the
-logger does raises here. What goes wrong first is one warning; what follows is in the log only.
+Invariant: only `close` waits, and no longer than its deadline. Nothing that the logger does raises
+here. The first failure is one warning; later ones appear only in the log.
 """
 
 import json

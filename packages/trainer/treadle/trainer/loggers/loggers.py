@@ -60,10 +60,10 @@ async def open_loggers(
     resumed_after: int | None,
     summary: Callable[[], Mapping[str, float]],
 ) -> AsyncIterator[Loggers]:
-    """Gives the loggers of the configuration in this block, and tells them how it ended.
+    """Yields the loggers of the configuration, and reports to them how the block ended.
 
     Args:
-        summary: Returns the numbers of the end.
+        summary: Returns the metrics to report at the end.
     """
     names = [name for name in config.run.loggers if name not in ALWAYS]
     if not names:

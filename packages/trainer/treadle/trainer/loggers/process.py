@@ -1,9 +1,9 @@
 """The process of one logger: reads records on its standard input, and gives them to the logger.
 
-Invariant: whatever the logger raises is told to the driver and loses one record. A step that the
-logger took before the run was resumed is not given again, unless the logger overwrites it
-(`overwrites_steps`). What it did not get after the last step that it took, it gets from
-`metrics.jsonl`; a step that it lost before that one stays lost, as services such as W&B take only
+Invariant: whatever the logger raises is reported to the driver and loses one record. A step that
+the logger took before the run was resumed is not given again, unless the logger overwrites it
+(`overwrites_steps`). Steps missing after the last one that it took are given to it from
+`metrics.jsonl`; a step lost before that one stays lost, since services such as W&B take only
 increasing steps. The process ends when its input ends, whatever the logger does.
 
 The first line is a `Hello`; each later one is a record: {"kind": "metrics", "step", "values"},

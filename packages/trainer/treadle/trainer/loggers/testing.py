@@ -27,7 +27,7 @@ def brittle(name: str) -> str:
 
 
 class Records:
-    """Writes what it is told to a file of the run directory, named like the class."""
+    """Writes the records it gets to a file of the run directory, named after the class."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._path = run.directory / f"{type(self).__name__}.txt"

@@ -1,6 +1,6 @@
-"""MLflow. MLFLOW_TRACKING_URI says where to; else to `mlflow.db` and `mlartifacts/` of the run.
+"""MLflow: logs to MLFLOW_TRACKING_URI, or else to `mlflow.db` and `mlartifacts/` of the run.
 
-The project is the experiment. MLflow makes the ids of its runs, so a resumed run is found by a tag.
+The project is the experiment. MLflow chooses its run ids, so a tag identifies a resumed run.
 """
 
 import math

@@ -1,7 +1,7 @@
 """TensorBoard's event files in `tensorboard/` of the run directory, written without torch.
 
-A resumed run says at which step it continues (`purge_step`), so that TensorBoard drops what the
-earlier files hold of the steps that are repeated.
+A resumed run records the step at which it continues (`purge_step`), so that TensorBoard drops the
+repeated steps from the earlier files.
 """
 
 import json

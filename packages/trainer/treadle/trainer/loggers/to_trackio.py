@@ -1,7 +1,7 @@
 """Trackio, which keeps runs on this machine.
 
-TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL say where else. Trackio knows a run by its
-name, so the name ends with the run's id.
+TRACKIO_DIR, TRACKIO_SPACE_ID and TRACKIO_SERVER_URL set another place. Trackio identifies a run by
+its name, so the name ends with the run's id.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own variables say where to: WANDB_MODE, WANDB_ENTITY, WANDB_BASE_URL.
+"""Weights & Biases; WANDB_MODE, WANDB_ENTITY and WANDB_BASE_URL select the destination.
 
 Its files are in `wandb/` of the run directory.
 """
@@ -41,7 +41,7 @@ class Logger:
         self._run.log({table.name: self._table(columns=list(table.columns), data=rows)}, step=step)
 
     def alert(self, step: int, name: str, text: str) -> None:
-        """See `TakesAlerts`; W&B shows it beside the run, and sends it as your account says."""
+        """See `TakesAlerts`; W&B shows it with the run, and notifies you as set in your account."""
         self._run.alert(title=name, text=f"step {step}: {text}", level="WARN", wait_duration=0)
 
     def finish(self, end: End, summary: Mapping[str, float]) -> None:

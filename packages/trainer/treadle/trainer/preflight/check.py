@@ -1,10 +1,10 @@
-"""The checks of a run: everything that can be known to be wrong before anything is started.
+"""The checks of a run: they find errors before anything is started.
 
-Invariant: `--dry-run` and a run make the same checks of the table: what one reports, the other does
-too. One thing differs: a machine without any GPU can plan a run for one that has some.
+Invariant: `--dry-run` and a run make the same checks of the table and report the same problems,
+with one exception: a machine without a GPU can plan a run for one that has some.
 
-Not known before a start: whether servers and policy fit their devices (the plan has an estimate),
-and what a Ray cluster has (a plan asks it, and a run waits for it).
+Not checked: whether servers and policy fit their devices (the plan has an estimate), and what a Ray
+cluster has (a plan queries it, and a run waits for it).
 """
 
 from contextlib import nullcontext

@@ -1,12 +1,12 @@
-"""The alerts: what a run's metrics say about a run that does not learn, one rule each.
+"""The alerts: signs in the metrics of a run that does not learn, one rule each.
 
-Invariant: a rule is a pure function of the last training steps, oldest first; it returns what is
-to be said of the last one, or None. A rule that lacks a metric says nothing. `Watch` (in
-`warning_signs`) applies the table after each step, and decides how often an alert is told.
+Invariant: a rule is a pure function of the last training steps, oldest first; it returns the text
+of an alert for the last one, or None, also if a metric is missing. `Watch` (in `warning_signs`)
+applies the table after each step, and decides how often an alert is reported.
 
 Thresholds come from runs of the demo, with three seeds (which raise no alert) and with a learning
-rate that makes it collapse, and from the limits of docs/troubleshooting.md. A reward has no scale
-that Treadle knows, so rules compare it with the rewards that the run has seen.
+rate that makes it collapse, and from the limits of docs/troubleshooting.md. The scale of rewards
+differs from run to run, so rules compare a reward with earlier ones of the run.
 """
 
 import math
@@ -80,15 +80,14 @@ _WITHOUT_SERVERS: Final = 0.8
 
 @dataclass(frozen=True, slots=True)
 class AlertRule:
-    """One alert.
+    """One alert; `said` is its text in the summary of a run, before "in 3 of 40 steps".
 
     Attributes:
         name: In `alerts.jsonl`, in the loggers and as the label of `treadle_alert`.
-        said: Text about a run in whose steps it fired, before "in 3 of 40 steps".
-        check: Says what is wrong with the last step; None if nothing is.
-        reads: The metrics that `check` looks at.
-        once: Whether it says how a run is set up, which lasts: then it is told once for each
-            remedy, which its text names after the first semicolon.
+        check: Returns the text about the last step; None if the alert does not fire.
+        reads: The metrics that `check` uses.
+        once: Whether it concerns the setup of a run, which lasts: then it is reported once for
+            each remedy, which its text names after the first semicolon.
     """
 
     name: str
@@ -232,7 +231,7 @@ def _idle(history: History) -> str | None:
 
 
 def _idle_by_shares(shares: Record) -> str | None:
-    """Says what the servers waited for, if that was most of their time."""
+    """Returns what the servers waited for, if that was most of their time."""
     tools, training = shares[f"{SERVER_TIME}tools"], shares[f"{SERVER_TIME}training"]
     prompts = shares[f"{SERVER_TIME}prompts"]
     idle = training + prompts
@@ -272,7 +271,7 @@ def _idle_by_shares(shares: Record) -> str | None:
 
 
 def _idle_by_times(history: History) -> str | None:
-    """Says the same of a run whose servers do not tell what their time went to."""
+    """Checks the same for a run whose servers do not report their time by cause."""
     names = ("agent_loop/generate_s", "agent_loop/tool_calls_s")
     generate, tools, slow_generate, slow_tools, rollout, step, validate, release = (
         _mean([record.get(name, 0.0) for record in history[-_WINDOW:]])
@@ -395,4 +394,4 @@ RULES: Final = (
     AlertRule("not_finite", "the gradient was not finite", _not_finite, (GRAD_NORM,)),
     AlertRule("exploded", "the gradient exploded", _exploded, (GRAD_NORM,)),
 )
-"""All alerts, in the order in which they are told."""
+"""All alerts, in the order in which they are reported."""

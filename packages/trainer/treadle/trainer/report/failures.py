@@ -1,8 +1,8 @@
-"""Failed trajectories: what is said of them at once, and what is kept.
+"""Failed trajectories, grouped by kind: the first of each kind is shown at once.
 
-A kind of failure is one type of error, one type of cause and one place in the user's code; without
-a place, one text but for the values in it. The first of each kind is shown with the line of code,
-and its whole traceback goes to the log.
+Failures of one kind have the same type of error, type of cause and place in the user's code;
+without a place, the same text apart from values. The first is shown with the line of code, and its
+whole traceback goes to the log.
 """
 
 import re

@@ -39,7 +39,7 @@ VAL_LOSS: Final = "val/loss"
 VAL_REWARD: Final = "val/reward"
 """Mean reward on the held-out rows; only in steps that validated."""
 VAL_ACCURACY: Final = "val/accuracy"
-"""Share of right answers on the held-out rows, 0 to 1, where the reward tells right from wrong."""
+"""Share of right answers on the held-out rows, 0 to 1, if the reward separates right from wrong."""
 VAL_TOOL_RATE: Final = "val/tool_call_rate"
 """Share of the validation trajectories, 0 to 1, that called a tool."""
 STEP_S: Final = "time/step_s"
@@ -156,7 +156,7 @@ class MetricsLog:
 
 
 def last_saved_step(run_dir: Path) -> int | None:
-    """Returns the last step of a run that saved a checkpoint, as its metrics log tells.
+    """Returns the last step of a run that saved a checkpoint, from its metrics log.
 
     Raises:
         OSError: The file cannot be read.

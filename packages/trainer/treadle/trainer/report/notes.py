@@ -1,7 +1,7 @@
 """The notes and the alerts of a run: `notes.jsonl` and `alerts.jsonl`.
 
-A note is one {"step", "note"} per thing that was said about a step, an alert one {"step", "name",
-"text"} per alert that was told.
+Each note of a step is one line {"step", "note"}; each alert that was reported is one line {"step",
+"name", "text"}.
 
 Invariant: as for the metrics log, a run that resumes after step s removes later lines. An alert is
 in both: among the notes for people, and under its name for programs.

@@ -1,9 +1,9 @@
-"""The pace of a run: what its next steps will take, told from those that it has taken.
+"""The pace of a run: estimates the time of its next steps from the earlier ones.
 
-A step takes the median of the last 100, less what their validations and checkpoints took; so
+A step is expected to take the median of the last 100, without validations and checkpoints, so that
 neither these nor one slow step change the estimate. The first step of a process is left out as soon
-as there are others: engines and caches warm up in it. A validation and a checkpoint take the median
-of theirs, and are counted where the schedule has them; until the first of a kind, none is counted.
+as there are others: engines and caches warm up in it. Validations and checkpoints are expected to
+take their own medians, at the steps of the schedule; before the first of a kind, none is counted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def expect(
     val_every: int | None = None,
     save_every: int | None = None,
 ) -> Expected | None:
-    """Returns what is to come after the last record; None before the first step has ended.
+    """Returns the expected times after the last record; None before the first step has ended.
 
     Args:
         records: (step, its metrics) of this process, in order. Step 0 is a validation.
@@ -80,7 +80,7 @@ def _has(record: Record, name: str) -> bool:
 
 
 class Pace:
-    """Takes the steps of a run as they end, and says what is to come."""
+    """Records the steps of a run as they end, and estimates the time left."""
 
     def __init__(
         self, *, total_steps: int, val_every: int | None = None, save_every: int | None = None
@@ -99,7 +99,7 @@ class Pace:
         )
 
     def step_done(self, step: int, values: Record) -> Expected | None:
-        """Step `step` has ended; returns what is to come."""
+        """Records that step `step` has ended; returns the expected times."""
         total_steps, val_every, save_every = self._schedule
         times = {name: values[name] for name in (STEP_S, VALIDATE_S, SAVE_S) if name in values}
         self._records.append((step, times))

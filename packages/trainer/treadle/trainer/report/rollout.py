@@ -84,11 +84,11 @@ def validation_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     Returns:
         `val/num_trajectories`, `val/num_failed`; unless all failed, `val/reward` (mean) and
-        `val/tool_call_rate`; `val/accuracy` where every reward tells right from wrong: it is 0 or
+        `val/tool_call_rate`; `val/accuracy` if every reward separates right from wrong: it is 0 or
         1 and no sum of several, or comes with the metric `reward/accuracy` or `reward/acc`. With
         several data sources, `val/reward/<source>` and `val/accuracy/<source>` too. With several
-        samples per row, what `scores_at_k` returns for each source as `val/<source>/<name>`, its
-        bounds as `val/<source>/<name>/low` and `/high`.
+        samples per row, the values of `scores_at_k` for each source as `val/<source>/<name>`, and
+        their bounds as `val/<source>/<name>/low` and `/high`.
     """
     failed = sum(trajectory.error is not None for trajectory in trajectories)
     metrics = {
@@ -129,15 +129,15 @@ def by_row(trajectories: Iterable[Trajectory]) -> list[list[Trajectory]]:
 
 
 def scores_at_k(trajectories: Sequence[Trajectory], *, worst: float) -> dict[str, Interval]:
-    """Returns what k samples of a row give, where rows have several.
+    """Returns the scores of k samples of a row, if rows have several.
 
     Args:
         trajectories: Trajectories of one data source, or of all.
         worst: The reward that a failed one counts as.
 
     Returns:
-        By `reward/<measure>` and, where the reward tells right from wrong, `accuracy/<measure>`;
-        the measures are those of `at_k`, the majority for the accuracy where the reward reads
+        By `reward/<measure>` and, if the reward separates right from wrong, `accuracy/<measure>`.
+        The measures are those of `at_k`, the majority for the accuracy if the reward reads
         answers. Empty for one sample per row.
     """
     rows = by_row(trajectories)
@@ -157,9 +157,9 @@ def scores_at_k(trajectories: Sequence[Trajectory], *, worst: float) -> dict[str
 
 
 def right_answers(trajectories: Sequence[Trajectory]) -> dict[int, float] | None:
-    """Returns the accuracy of each trajectory by its id; None where a reward does not tell.
+    """Returns the accuracy of each trajectory by its id; None if a reward gives no accuracy.
 
-    A trajectory that failed is a wrong answer; if all failed, nothing is told.
+    A trajectory that failed is a wrong answer; if all failed, the result is None.
     """
     right: dict[int, float] = {}
     for trajectory in trajectories:
@@ -186,9 +186,9 @@ def worst_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def accuracy(trajectory: Trajectory) -> float | None:
-    """Returns 1.0 for a right answer, 0.0 for a wrong one, None where the reward does not tell.
+    """Returns 1.0 for a right answer, 0.0 for a wrong one, None if the reward gives no accuracy.
 
-    A sum of several rewards does not: it may be 0 or 1 by chance.
+    A sum of several rewards gives none: it may be 0 or 1 by chance.
     """
     if (reported := reported_accuracy(trajectory)) is not None:
         return reported

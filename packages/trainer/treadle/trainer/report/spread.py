@@ -1,9 +1,9 @@
-"""How unevenly a step's time, turns and lengths were spread over its trajectories.
+"""The spread of time, turns and lengths over a step's trajectories.
 
-A rollout ends with its slowest trajectory, so a mean hides the long tail: the least and the
-greatest show it, and `agent_loop/slowest/*` says what the slowest trajectory spent its time on.
-verl reports the same as `agent_loop/generate_sequences/*`, `agent_loop/tool_calls/*` and
-`agent_loop/slowest/*`. All functions are pure.
+A rollout ends with its slowest trajectory, so a mean hides the long tail: the minimum and maximum
+show it, and `agent_loop/slowest/*` breaks down the time of the slowest trajectory. verl reports the
+same as `agent_loop/generate_sequences/*`, `agent_loop/tool_calls/*` and `agent_loop/slowest/*`. All
+functions are pure.
 """
 
 from collections.abc import Callable, Mapping, Sequence

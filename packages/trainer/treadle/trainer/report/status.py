@@ -2,10 +2,10 @@
 
 Invariants:
 
-1. "running" is written only by a trainer that holds the run directory's lock. So a run that says it
-   is running while the lock is free was killed.
-2. A reader finds a whole state, the one before or the new one. A full disk does not keep the end of
-   a run from being written: the new state takes the room of the one before.
+1. "running" is written only by a trainer that holds the run directory's lock. So a run whose state
+   is "running" while the lock is free was killed.
+2. A reader finds a complete state, the previous or the new one. The end of a run is written even if
+   the disk is full: the new state takes the space of the previous one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Applies the alerts to one step after another, and to a whole run.
 
-Invariant: an alert is told in the first step in which it fires, and again after 10, 100, ... steps
-in a row; one of a lasting state (`Rule.once`) once for each remedy instead. `Watch` keeps the
-metrics that the rules read and no others, so that a long run costs little; all else is pure.
+Invariant: an alert is reported in the first step in which it fires, and again after 10, 100, ...
+steps in a row; an alert about the setup (`AlertRule.once`) once for each remedy instead. `Watch`
+keeps only the metrics that the rules read, so that a long run costs little; all else is pure.
 """
 
 import math
@@ -33,7 +33,7 @@ class Alert:
 
 
 class Watch:
-    """Tells the alerts of one step after another.
+    """Reports the alerts of one step after another.
 
     Args:
         before: The steps that a resumed run keeps, so that it continues as if it had not ended.
@@ -48,7 +48,7 @@ class Watch:
                 self.step(record)
 
     def step(self, metrics: Record) -> list[Alert]:
-        """Returns what is to be said about a training step."""
+        """Returns the alerts to report for a training step."""
         texts = self.firing(metrics)
         for name in [name for name in self._in_a_row if name not in texts]:
             del self._in_a_row[name]

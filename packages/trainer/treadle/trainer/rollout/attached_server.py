@@ -1,7 +1,7 @@
 """A rollout server that someone else started: it is sampled from, and neither started nor ended.
 
 Invariant: nothing here changes the server's weights or state. When it dies, the trajectories in
-flight fail and say so.
+flight fail with that cause.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class AttachedServer:
         """Connects to nothing yet.
 
         Args:
-            config: Says how the server is reached (`rollout.tls_*`, `rollout.token_file`).
+            config: Has the credentials of the server (`rollout.tls_*`, `rollout.token_file`).
         """
         self._address = address
         self._config = config
@@ -79,7 +79,7 @@ class AttachedServer:
         return self.generator.servers
 
     def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
-        """Tells the listener the one route, which never changes."""
+        """Calls the listener with the one route, which never changes."""
         listener(Routes(serving=(self._address,)))
         return lambda: None
 

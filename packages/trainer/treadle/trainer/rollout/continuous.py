@@ -5,9 +5,9 @@ Invariants:
 1. Each task that was taken ends once, with one trajectory, whichever servers die meanwhile: a task
    that was in flight when the last server died, and one that failed while servers were replaced,
    is attempted again.
-2. At most `rollout.max_in_flight` tasks per server are in flight; the source is asked for the next
-   one when a slot is free (`RolloutRunner`). What is held here is bounded by what the source has
-   given and not got back.
+2. At most `rollout.max_in_flight` tasks per server are in flight; the next one is taken from the
+   source when a slot is free (`RolloutRunner`). Only tasks that the source has given and not got
+   back are held here.
 3. Servers are replaced in `recover` only, which the caller calls while the policy holds the weights
    that the servers are to have. While the policy trains, its weights have no version.
 
@@ -48,7 +48,7 @@ class ContinuousRollout:
 
     Attributes:
         rollout: Has the servers, loops, limits and reward.
-        next_tasks: Returns tasks to run, or nothing if there is nothing to run now. It is asked
+        next_tasks: Returns tasks to run, or nothing if there is nothing to run now. It is called
             again after `look_again`.
         on_end: Takes each trajectory, once for each task.
         version: Returns the weight version of the servers.

@@ -30,7 +30,7 @@ __all__ = ["load_loops", "loop_limits", "prompt_rules", "sampling_params"]
 
 
 def prompt_rules(config: Config, own: OwnCode = NOTHING, *, images: bool = False) -> PromptRules:
-    """Returns what the rows of a run may ask for.
+    """Returns the loops, tools and interactions that the rows of a run may select.
 
     Args:
         own: The user's objects beside the configuration.

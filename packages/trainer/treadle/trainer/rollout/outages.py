@@ -110,11 +110,10 @@ class Outages:
 
 
 def _sources_used(trajectory: Trajectory) -> set[str]:
-    """Returns what served a trajectory that ended well.
+    """Returns the sources that worked in a trajectory that ended well.
 
-    One without a tool call proves no tool, and one without a reply no simulated user: only what
-    came after the row's own messages counts. A result without a name is of `_UNNAMED`, and so may
-    be any other, since an error without a name does not say which tool failed.
+    Only tool results and replies after the row's own messages count. `_UNNAMED` is included with
+    every tool result, since an error without a tool's name may come from any tool.
     """
     used, exchange = {_REWARD}, trajectory.exchange
     if exchange.tools_answered:

@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class NoServerLeftError(RuntimeError):
-    """No rollout server is left; the message says how each ended."""
+    """No rollout server is left; the message lists how each ended."""
 
 
 def required_capabilities(config: Config) -> frozenset[str]:
@@ -56,8 +56,8 @@ class ServerPool(ServerStarter):
     """Keeps the servers of a run healthy and in sync, and ends them."""
 
     _EXIT_GRACE_S: ClassVar[float] = 4.0
-    """How long after its connections break the end of a process may take to be known. Ray tells of
-    a node that died after about 2 s."""
+    """How long after its connections break the end of a process may go unreported. Ray reports a
+    dead node after about 2 s."""
 
     async def __aenter__(self) -> Self:
         """Starts all servers at once, and reaches those of `rollout.addresses`.
@@ -354,7 +354,7 @@ class ServerPool(ServerStarter):
         return self._publish
 
     async def _route_to_new(self) -> None:
-        """Adds the servers of the rotation that the generator does not know yet."""
+        """Adds servers of the rotation to the generator if it does not have them yet."""
         if self._generator is not None:
             servers = [s for s in self.live if s.name not in self._draining]
             await concurrently(self._route_to(self._generator, server) for server in servers)

@@ -7,9 +7,9 @@ Invariants:
    takes the dead server out of the rotation: while the policy trains there may be none for minutes.
 2. A server that is killed before it first served is started again within the same limit; one that
    exits by itself then has refused its settings, and ends the run.
-3. A server that someone else started (`rollout.addresses`, `add`) is not ours to end. If it dies,
-   or reports other weights, it is asked again until it is back. What is wrong with it alone costs
-   that server, not the run.
+3. A server that someone else started (`rollout.addresses`, `add`) is never ended here. If it dies,
+   or reports other weights, it is queried until it is back. A failure of that server alone loses
+   the server, not the run.
 """
 
 import asyncio

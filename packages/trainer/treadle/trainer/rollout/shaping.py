@@ -16,11 +16,11 @@ __all__ = ["shaped"]
 
 
 def shaped(trajectory: Trajectory, config: Config) -> Trajectory:
-    """Returns the trajectory with its penalty for length, if the configuration asks for one.
+    """Returns the trajectory with its penalty for length, if the configuration sets one.
 
-    The length is that of its longest sample, tool results included, as
-    `rollout.response_length` counts; of players with their own rewards, that of the longest
-    sample of each. Whether the answer was right stays known.
+    The length is that of its longest sample, tool results included, as in
+    `rollout.response_length`; players with rewards of their own are penalized by their own longest
+    sample. The accuracy is kept as a metric if the penalty would hide it.
     """
     factor = config.reward.overlong_penalty
     if not factor or trajectory.reward is None:

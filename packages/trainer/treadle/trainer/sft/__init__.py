@@ -2,7 +2,7 @@
 
     demonstration.py   a conversation to imitate
     conversations.py   rows of files -> demonstrations
-    transcribe.py      a demonstration -> the token ledgers of rollouts that said the same
+    transcribe.py      a demonstration -> the token ledgers of rollouts with the same messages
     examples.py        demonstrations -> sequences to train on, within the length limit
     fine_tune.py       optimizer steps of a policy in this process
     check.py           what is checked before a run, and the plan

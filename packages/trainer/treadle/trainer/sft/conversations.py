@@ -5,8 +5,8 @@ A row has `messages` (role, content, tool_calls, tool_call_id, name, reasoning_c
 a JSON text; in Parquet that is the safe form of tools and arguments, as a struct there has the keys
 of all rows, with null where a row has none.
 
-Invariant: nothing in these columns is ignored: what is not understood is an error with file,
-row and cause. Other columns are not read, which a note says.
+Invariant: nothing in these columns is ignored: content that cannot be read is an error with file,
+row and cause. Other columns are not read, which a note reports.
 """
 
 from collections import Counter

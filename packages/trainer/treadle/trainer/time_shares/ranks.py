@@ -1,8 +1,8 @@
-"""The time shares of the policy ranks, `policy/time_share/<cause>`, from what they tell themselves.
+"""The time shares of the policy ranks, `policy/time_share/<cause>`, from the ranks' own reports.
 
-A rank without a command waits for the driver, which knows what for: `rollout` while it waited for a
-batch, `validation` while it validated, `driver` otherwise: servers that switch to new weights or
-change their memory, and what the driver itself computes and writes.
+A rank without a command waits for the driver, whose phases give the cause: `rollout` while it
+waited for a batch, `validation` while it validated, else `driver`: servers switched to new weights
+or changed their memory, or the driver itself computed or wrote.
 
 Invariant: the shares of a rank add up to 1.
 """

@@ -1,4 +1,4 @@
-"""The names of `servers/time_share/<cause>`; reports draw them, without what asks the servers."""
+"""The names of `servers/time_share/<cause>`, for reports, which do not query servers."""
 
 from typing import Final
 

@@ -1,21 +1,21 @@
-"""The time shares of the servers, `servers/time_share/<cause>`, from what they tell themselves.
+"""The time shares of the servers, `servers/time_share/<cause>`, from the servers' own reports.
 
-A server tells the seconds of each cause since it started (`GetServerInfo`); the driver, or the
-router of its loop workers, knows for how long the server was occupied: had open sessions. The time
-in which a server waited for prompts is divided. It is `tools` while the server was occupied, since
-then all of its trajectories were in tools. A sequence belongs to a session, so that is what the
-occupied time exceeds that of prefill and decode by. Of an update under open sessions it is not
-known whether they were in tools: it explains itself, and `tools` is at most what was waited. The
-rest is `training`, as long as the driver's step trained, and `prompts` beyond that: no prompt was
-there. When in the step a server waited is not known, so where trajectories are sampled beside
-training, `training` is an upper bound.
+A server reports the seconds of each cause since it started (`GetServerInfo`). The driver, or the
+router of its loop workers, measures how long the server was occupied: had open sessions. The time
+in which a server waited for prompts is divided into three shares. `tools` is the part in which it
+was occupied, when all of its trajectories were in tools: the occupied time less prefill and decode.
+During an update with open sessions these may or may not be in tools, so that time counts as the
+update, and `tools` is capped at the measured wait. The rest is `training`, up to the time for which
+the driver's step trained, and `prompts` beyond that: no prompt was there. The report does not date
+a wait within the step, so if trajectories are sampled beside training, `training` is an upper
+bound.
 
-A server that is dead is `down` in every step until it serves again, however many its start takes;
-one that was drained is no server of the run any more, and counts in no share.
+A dead server is `down` in every step until it serves again, however many steps its start takes; a
+drained server has left the run and counts in no share.
 
-Invariant: the shares of one server add up to 1. What it does not tell of the time that passed is
-`down`: it was dead, was started, or gave no answer. Where clocks differ by a little the other way,
-its seconds are scaled to the time that passed.
+Invariant: the shares of one server add up to 1. Time that its report does not cover is `down`: it
+was dead, was starting, or gave no answer. If clocks differ a little and its seconds exceed the time
+that passed, they are scaled down to it.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ class ServerShares:
     async def _ask(
         self, server: AskedServer, occupied_s: float, within_s: float | None
     ) -> _Answer | None:
-        """Returns what is known of a server; None if it gives no answer.
+        """Returns the counts of a server; None if it gives no answer.
 
         Args:
             occupied_s: For how long it has had open sessions.
@@ -165,9 +165,9 @@ class ServerShares:
 
 
 def _at_begin(answer: _Answer, passed_s: float, *, was_dead: bool) -> _Answer | None:
-    """Returns what a server that is new had told when the step began; None: that is not known.
+    """Returns the counts of a new server at the begin of the step; None if they are unknown.
 
-    Of one that was dead then the start may have taken longer than the step; all else came after.
+    The start of a server that was dead then may have begun before the step; all else came after.
     """
     seconds = {"starting": answer.seconds["starting"]} if was_dead and answer.seconds else {}
     if sum(answer.seconds.values()) - sum(seconds.values()) > passed_s:

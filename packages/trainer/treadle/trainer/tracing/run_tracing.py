@@ -45,7 +45,7 @@ async def run_tracing(
     """Sends the spans of this block to the backends of the configuration.
 
     Args:
-        note: Tells the user a line.
+        note: Shows one line to the user.
     """
     if not config.tracing.backends:
         yield
@@ -89,7 +89,7 @@ def span_attributes(
 
 
 def expect_traces(step: int, sample_indices: Iterable[int], *, validate: bool = False) -> None:
-    """Chooses which of the rows that begin now are traced, where the configuration asks for it.
+    """Chooses which of the rows that begin now are traced, if the configuration limits traces.
 
     Args:
         validate: The trajectories are not trained on.
@@ -127,7 +127,7 @@ def _where(config: Config) -> Iterator[str]:
 def _filtered(
     config: Config, sink: TraceSink, bytes_written: Callable[[], int]
 ) -> Iterator[TraceSink]:
-    """Gives the filter before the sink, if the configuration asks for one."""
+    """Yields the sink, behind a filter if the configuration limits traces."""
     tracing = config.tracing
     max_samples = tracing.max_samples_per_step_per_worker
     if tracing.sample_rate == 1.0 and max_samples is None and tracing.max_bytes is None:

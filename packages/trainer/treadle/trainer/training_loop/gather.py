@@ -73,8 +73,8 @@ async def gather(context: TrainingContext, step: int, *, keep_surplus: bool) -> 
         keep_surplus: Whether what is left goes to the next step.
 
     Returns:
-        What was found. If all groups were lost to failures, they are its groups, so that
-        `survivors_of` says why there is nothing to train on.
+        The groups to train on. If all were lost to failures, they are returned anyway, so that
+        `survivors_of` raises with the cause.
 
     Raises:
         OutageError: Something is down that the greedy trajectories need.
@@ -153,11 +153,11 @@ def has_signal(group: Group, *, by: str) -> bool:
 def note_failures(
     context: TrainingContext, step: int, groups: Sequence[Group], *, num_lost: int
 ) -> None:
-    """Says how trajectories failed in groups that nothing is trained on.
+    """Adds a note on failed trajectories in groups that are not trained on.
 
     Args:
-        step: The note is about it.
-        num_lost: Number of those that are left out because of failures.
+        step: The step that the note belongs to.
+        num_lost: Number of groups that are left out because of failures.
     """
     failed = [t for group in groups for t in group.trajectories if t.error is not None]
     if failed:

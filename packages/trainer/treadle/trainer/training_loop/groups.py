@@ -53,7 +53,7 @@ __all__ = [
 
 
 class NoGroupLeftError(RuntimeError):
-    """No group of a step can be trained on; the message says how the trajectories ended."""
+    """No group of a step can be trained on; the message describes how the trajectories ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -298,7 +298,7 @@ def _values(sequences: Sequence[TrainSequence]) -> Floats:
 
 
 def _critic_metrics(values: Floats | None, found: Floats | PerToken) -> Mapping[str, float]:
-    """Returns how well the critic knew the returns, before it learns them."""
+    """Returns metrics of how well the critic predicted the returns, before its update."""
     if values is None or not isinstance(found, PerToken) or found.returns_T is None:
         return {}
     values_T, returns_T = values, found.returns_T

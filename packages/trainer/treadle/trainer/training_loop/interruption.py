@@ -14,12 +14,9 @@ T = TypeVar("T")
 
 
 async def finished_first(work: Coroutine[Any, Any, T], *, say: Callable[[str], None]) -> T:
-    """Awaits work that ends although the caller is cancelled meanwhile; then the caller is.
+    """Finishes the work even if the caller is cancelled meanwhile; then raises the cancellation.
 
-    A second cancellation ends the work at once.
-
-    Args:
-        say: Shows that it is waited for.
+    The first cancellation is announced by `say`; a second one ends the work at once.
 
     Raises:
         asyncio.CancelledError: The caller was cancelled.

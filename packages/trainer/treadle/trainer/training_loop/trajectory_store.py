@@ -1,16 +1,16 @@
 """Keeps all trajectories of a run, as Parquet files that are written beside training.
 
 Dataflow: `hold` takes the trajectories of a step as soon as they are logged, `write` begins the
-file once the update has said what it computed of each token, and the loop continues while a thread
-makes rows and writes them. What is held when the run ends, because the update failed, is written
-without that.
+file once the update has returned its values per token, and the loop continues while a thread makes
+rows and writes them. Trajectories held when the run ends, because the update failed, are written
+without these values.
 
 Bound: one step is held or in work beside the one before it, which `write` waits for; its error ends
 the run there, or in `flush`, or at the end of the context. `flush` comes before a checkpoint is
 completed, so that a run that resumes from it has every file up to its step.
 
 Once the files have reached the budget, only failures and the groups that the trajectory log has
-are kept; each file says how many it lacks.
+are kept; each file records how many it lacks.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class TrajectoryStore:
             batch: The step's training batch; None: there is none.
 
         Returns:
-            What to say when trajectories are left out for the first time.
+            Note for the user when trajectories are first left out; else None.
         """
         assert self._held is None, "each step is written before the next one is held"
         kept = trajectories

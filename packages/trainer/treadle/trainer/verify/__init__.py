@@ -1,1 +1,1 @@
-"""`treadle verify RUN`: whether a finished run is what it says."""
+"""`treadle verify RUN`: checks a finished run by its files and by computing its steps again."""

@@ -41,7 +41,7 @@ _COLUMNS = (
 
 
 class RecordError(ValueError):
-    """A file of trajectories contradicts itself; the message says where."""
+    """A file of trajectories cannot be read or contradicts itself; the message names the cause."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

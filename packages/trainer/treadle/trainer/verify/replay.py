@@ -216,9 +216,9 @@ def _equal(one: Path, other: Path) -> bool:
 
 
 def _index(pickled: bytes) -> list[tuple[str, object]]:
-    """Returns the instructions of torch's index that say where in the other files a tensor is.
+    """Returns the instructions of torch's index that locate tensors in the other files.
 
-    What follows them is the directory and the time of writing. Nothing is unpickled.
+    The directory and the time of writing follow them. Nothing is unpickled.
 
     Raises:
         ValueError: It is no pickle.

@@ -1,7 +1,7 @@
-"""Keeps the report of a run up to date while it runs, and says at its top how it ended.
+"""Keeps the report of a run up to date while it runs, and states at its top how it ended.
 
-Invariant: the report never ends or delays a run: it is written in a thread beside it, at most once
-at a time, and what goes wrong with it is logged. The last one is complete before the run returns.
+Invariant: the report never ends or delays a run: it is written in a separate thread, one at a time,
+and its failures are logged. The last one is complete before the run returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DRAWING = ThreadPoolExecutor(1, thread_name_prefix="draw the report")
 
 
 class LiveReport:
-    """Rewrites the report when asked."""
+    """Writes the report and `status.json` of a run."""
 
     def __init__(self, run_dir: Path, *, pace: Pace | None = None, curves: bool = True) -> None:
         self._run_dir = run_dir
@@ -73,10 +73,10 @@ class LiveReport:
 async def live_report(
     run_dir: Path, *, pace: Pace | None = None, curves: bool = True
 ) -> AsyncIterator[LiveReport]:
-    """Gives the report of the run in this block, whose end it records; the caller has the lock.
+    """Yields the report of the run, and records how the block ended; the caller has the lock.
 
     Args:
-        pace: Says when the run will end. None: nothing does.
+        pace: Estimates the end of the run. None: no estimate.
         curves: Whether `curves.png` is drawn at the end.
     """
     report = LiveReport(run_dir, pace=pace, curves=curves)

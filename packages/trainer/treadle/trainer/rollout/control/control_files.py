@@ -1,9 +1,9 @@
 """The requests of `treadle servers` and their answers, as files in `RUN/servers`.
 
-Invariants: each file appears whole, by a rename. The driver claims a request by removing it, and
-the one who asked withdraws it the same way, so that exactly one of them succeeds: a request is
-either carried out, or its sender knows that it was not. Only the user who owns the run, or root,
-can ask: the directory is theirs, and a file of another user is refused.
+Invariants: each file appears complete, by a rename. The driver claims a request by removing it, and
+the sender withdraws it the same way, so that exactly one of them succeeds: a request is either
+claimed by the driver, or reported to its sender as not carried out. Only the user who owns the run,
+or root, can send one: the directory is theirs, and a file of another user is refused.
 """
 
 import json
@@ -83,10 +83,10 @@ def ask(
 ) -> str:
     """Sends a request and waits for its last answer, or with `wait=False` for the first.
 
+    Earlier answers are passed to `say`.
+
     Args:
-        say: Shows an answer that is not the last.
-        wait: Whether to wait for the last answer.
-        claim_s: How long the driver may take to see the request.
+        claim_s: Seconds in which the driver must claim the request.
 
     Raises:
         ControlError: There is no such run, it does not run, or it refuses.
@@ -213,7 +213,7 @@ def write_answer(directory: Path, name: str, answer: Answer) -> None:
 
 
 def write_list(directory: Path, servers: Sequence[Mapping[str, Any]]) -> None:
-    """Says which servers the run has now."""
+    """Writes the list of the run's present servers."""
     _write(directory / _LIST, {"at": time.time(), "servers": servers})
 
 

@@ -1,8 +1,8 @@
-"""The driver's side of `treadle servers`: carries out what the files of the run directory ask.
+"""The driver's side of `treadle servers`: carries out the requests in the run directory.
 
-Invariants: the event loop waits for no disk, and a disk that fails ends no request and no run: that
-is said once, and it is tried again. A request that is refused changes nothing. When the block ends,
-the requests under way are refused, and the directory says that the run has ended.
+Invariants: the event loop waits for no disk. A disk failure ends neither requests nor the run; it
+is logged once and retried every 0.5 s. A refused request changes nothing. When the block ends, the
+requests in progress are refused, and the server list is removed to show that the run has ended.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ __all__ = ["control_servers"]
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _MAX_ADDING = 64
-"""Servers that are added at a time: each is asked how it is, and waits for the step's end."""
+"""Servers that are added at a time; each is queried, and joins at the end of the step."""
 
 
 @contextlib.asynccontextmanager

@@ -1,6 +1,6 @@
 """The driver's end of the loop workers: hands out tasks, takes trajectories, replaces workers.
 
-A runner's `run` takes tasks from its source (`_Run.hold`). A worker asks for some, and `give`
+A runner's `run` takes tasks from its source (`_Run.hold`). A worker requests some, and `give`
 hands them out; its `Ended` puts the trajectory into `_Run.ended`, from where the run passes it on.
 
 Invariants:
@@ -9,17 +9,17 @@ Invariants:
    tasks of a worker that died are given to another, at most `agent.max_attempts` times in all; then
    they fail with `WorkerLostError`.
 2. At most `max_in_flight` tasks of a run are in flight, over all workers; a task counts until the
-   sink has taken its trajectory. No worker has more than it asked for, nor more than its share of
-   them, so that the first to ask does not get all. So nothing here grows without a bound: what is
-   held is what is in flight.
+   sink has taken its trajectory. No worker has more than it requested, nor more than its share of
+   them, so that the first to request does not get all. So nothing here grows without a bound: only
+   tasks in flight are held.
 3. A worker whose process or connection ends, or that gives no sign of life for
    `rollout.unresponsive_s`, is lost. It is ended and started again in the background, as often as
    `agent.max_worker_restarts` allows in all. When none is left, the runs end with
    `NoWorkerLeftError`.
-4. However a run ends, no worker keeps a task of it: each is told, and cancels what it has.
+4. However a run ends, no worker keeps a task of it: each is notified, and cancels its tasks.
 
-Who waits: a run's intake for a free place; its delivery for a trajectory; a task for a worker that
-asks, or that is started again. One asyncio task watches for signs of life.
+Who waits: a run's intake for a free place; its delivery for a trajectory; a task for a worker with
+an open request, or that is started again. One asyncio task watches for signs of life.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ _KILL_S = 0.5
 
 
 class NoWorkerLeftError(ProcessError):
-    """No loop worker is left; the message says how each ended."""
+    """No loop worker is left; the message lists how each ended."""
 
 
 class WorkerRunError(RuntimeError):
@@ -274,7 +274,7 @@ class LoopWorkers:
             run.fail(self._failure)
 
     def set_max_in_flight(self, runner: "_WorkersRunner") -> None:
-        """Tells the workers that the bound of a runner has changed."""
+        """Sends the changed bound of a runner to the workers."""
         for run in self._runs.values():
             if run.runner is runner:
                 run.begin.max_in_flight = runner.max_in_flight
@@ -315,7 +315,7 @@ class LoopWorkers:
         self._send_to_all(pb.Command(end=pb.End(run=run.begin.run)))
 
     def give(self, run: _Run) -> None:
-        """Gives waiting tasks to workers that ask for some: first to the one with the fewest."""
+        """Gives waiting tasks to workers that requested some: first to the one with the fewest."""
         number = run.begin.run
         share = math.ceil(run.begin.max_in_flight / max(1, len(self._live)))
         while run.waiting:

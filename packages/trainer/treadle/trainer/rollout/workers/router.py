@@ -2,13 +2,13 @@
 
 Invariants:
 
-1. The router knows the servers that the driver last named (`set_replicas`). While it does not
-   answer, workers continue with its last answers; a session that is new waits for it.
+1. The router has the servers that the driver last sent (`set_replicas`). While it does not answer,
+   workers continue with its last answers; a new session waits for it.
 2. A router that ended, also before it served, or gave no answer for `rollout.unresponsive_s`, is
-   started again at the same address, which the workers keep, with the servers of the moment; as
-   often as `agent.max_worker_restarts` allows in all. Sessions come back with their next call.
+   started again at the same address, which the workers keep, with the present servers; as often as
+   `agent.max_worker_restarts` allows in all. Sessions come back with their next call.
 
-Who waits: one task here, for the end of the process, a change of the servers, or the next look.
+Who waits: one task here, for the end of the process, a change of the servers, or the next check.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ class RouterLostError(ProcessError):
 
 
 class RunRouter:
-    """Starts the router, tells it of the servers, and replaces it when it dies.
+    """Starts the router, sends it the list of servers, and replaces it when it dies.
 
     Args:
         on_lost: Called when the router is gone for good.
@@ -112,22 +112,22 @@ class RunRouter:
         return self._address
 
     def set_replicas(self, serving: Sequence[str], draining: Sequence[str] = ()) -> None:
-        """Names the servers; the router is told at once, and again until it knows.
+        """Sets the servers; they are sent to the router at once, and again until it answers.
 
         Args:
-            serving: Addresses of those that take new sessions.
-            draining: Addresses of those that keep the sessions they have.
+            serving: Addresses of servers that take new sessions.
+            draining: Addresses of servers that only keep the sessions they have.
         """
         self._replicas, self._draining = (*serving, *draining), frozenset(draining)
         self._changed.set()
 
     def follow(self, servers: "ServerPool") -> None:
-        """Names the pool's servers from now on, and counts their sessions for it."""
+        """Sets the pool's servers from now on, and counts their sessions for it."""
         servers.on_change(lambda routes: self.set_replicas(routes.serving, routes.draining))
         servers.count_sessions_by(self.sessions_at)
 
     def sessions_at(self, address: str) -> int:
-        """Returns how many sessions a server had when the router was last asked."""
+        """Returns how many sessions a server had at the router's last answer."""
         return self._sessions.get(address, 0)
 
     async def occupied_s(self) -> Mapping[str, float]:
@@ -147,7 +147,7 @@ class RunRouter:
         return self._occupied_s
 
     async def tell(self) -> None:
-        """Tells the router of the servers, and asks it for their sessions.
+        """Sends the servers to the router, and stores their sessions from its answer.
 
         Raises:
             ReplicaUnavailableError: It does not answer.

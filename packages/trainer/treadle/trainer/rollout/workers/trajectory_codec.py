@@ -107,7 +107,7 @@ class ImageNumbers:
 
 
 def read_images(images: Iterable[pb.Image], known: dict[Image, Image]) -> list[Image]:
-    """Returns images that came, or equal ones that are known; knows them all then."""
+    """Returns the images of a message, or equal ones from `known`; adds new ones to it."""
     made = (Image(data=image.data, mime=image.mime) for image in images)
     return [known.setdefault(image, image) for image in made]
 
@@ -118,8 +118,8 @@ class PackedMessages(MessageSource):
     Args:
         given: Messages that the task began with, which come first.
         packed: The others, and the text for the trajectory files if the worker has made it: a
-            `Conversation`, compressed, since the text says most of what the messages say.
-        images: Have the numbers in `packed`.
+            `Conversation`, compressed, since the text repeats most of the messages.
+        images: Images by their numbers in `packed`.
         shown: Numbers of the images that the messages show.
     """
 

@@ -10,7 +10,7 @@ Invariants:
 2. A run that fails is reported (`RunFailed`), and disturbs no other.
 3. What the driver's user must see of the log, warnings and errors, goes to the driver too.
 
-Who waits: each run for the tasks that it asked for; the process for the driver.
+Who waits: each run for the tasks that it requested; the process for the driver.
 """
 
 import argparse
@@ -106,13 +106,13 @@ class _Tasks:
         self._num_begun = 0
 
     def give(self, tasks: Sequence[GivenTask]) -> None:
-        """Takes tasks that were asked for."""
+        """Takes tasks that were requested."""
         self._asked -= len(tasks)
         self._waiting.extend(tasks)
         self._given.set()
 
     def ask(self) -> int:
-        """Counts all free slots as asked for; returns how many they are."""
+        """Counts a task as requested for each free slot; returns the number of free slots."""
         held = self._asked + len(self._waiting) + len(self._running)
         count = max(0, self._limit - held)
         self._asked += count
@@ -312,7 +312,7 @@ class _Worker:
             self.stream.send(pb.Event(run_failed=failed))
 
     def _text(self, trajectory: Trajectory) -> StoredText | None:
-        """Returns what the trajectory files say of a trajectory, while they get all."""
+        """Returns the text of a trajectory for the trajectory files; None if it is not needed."""
         if not self._makes_text:
             return None
         return stored_text(

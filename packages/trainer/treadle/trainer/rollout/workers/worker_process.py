@@ -45,14 +45,14 @@ class LoopWorker:
 
     Attributes:
         name: The same after a restart.
-        number: Tells it from the one that it replaced.
+        number: Distinguishes it from the one that it replaced.
         on_message: Called with what it sends once it is ready.
         on_end: Called when its stream ends, or the process does; so it may be called twice.
         stream: Its stream; None before it is connected.
         setup_done: Done when it is ready, or was refused; or lost.
         heard: How many messages it has sent.
         sign: Its latest sign of life.
-        open_asks: Run -> number of tasks that it asked for and was not given.
+        open_asks: Run -> number of tasks that it requested and was not given.
         num_given: Run -> number of tasks that it was given and that have not ended.
         lost: Whether it is given up.
         watching: Waits for the end of the process, once it is ready.
@@ -201,7 +201,7 @@ async def start_worker(
 
 
 async def _watch(process: Process, end: Callable[[None], None]) -> None:
-    """Tells that a process has ended, also where one that it forked keeps its stream open."""
+    """Calls `end` after the process has ended, even if a forked one keeps its stream open."""
     await process.wait()
     await asyncio.sleep(_LAST_WORDS_S)  # else the stream ends first, after what it sent last
     end(None)

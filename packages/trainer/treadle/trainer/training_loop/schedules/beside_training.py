@@ -1,14 +1,14 @@
 """Rollouts beside training: the moves of the schedules overlap, stream and async.
 
-A step of theirs: wait until the schedule's rule has a batch (`rules.py`), train on it, give the
+Each of their steps: wait until the schedule's rule has a batch (`rules.py`), train on it, give the
 servers the new weights, log. Meanwhile the rollout continues: it begins a group whenever the rule
-allows it, and a trajectory in flight continues through new weights as `sync.in_flight` says, each
-token with the version that sampled it.
+allows it, and `sync.in_flight` decides how a trajectory in flight continues through new weights;
+each token has the version that sampled it.
 
 Invariants:
 
 1. This task alone replaces servers and gives them weights, between the update and the next batch:
-   then the policy holds what `context.version` says. The rollout itself never touches either.
+   then the policy's weights have `context.version`. The rollout itself never touches either.
 2. A checkpoint has the state of the queue after its step (`GroupQueue.state`), so that a resume
    trains on every row that was begun and not trained on, once.
 
@@ -167,8 +167,8 @@ class _Groups:
         """Waits for the batch of a step.
 
         Returns:
-            The batch. If too many groups in a row were lost to failures, they are its groups, so
-            that `survivors_of` says why there is nothing to train on.
+            The batch. If too many groups in a row were lost to failures, these are returned, so
+            that `survivors_of` raises with the cause.
 
         Raises:
             NoServerLeftError: No server is left.

@@ -8,8 +8,8 @@ Invariants:
 
 1. Groups are started in the order of their numbers, each once. A group that was started runs, waits
    to be trained on, is in the step that trains, was trained on, or was left out with a reason.
-2. Untrained are the groups that run, wait, or are in the step that trains. How many there may be,
-   and which of them form the next batch, is for the schedule (`Rule`) to say.
+2. Groups are untrained while they run, wait, or are in the step that trains. The schedule (`Rule`)
+   decides how many there may be, and which of them form the next batch.
 3. `state` has all that a checkpoint must keep: `restore` of it continues with the same groups.
 
 Pure: nothing here waits, samples or writes.

@@ -9,9 +9,9 @@ rollouts continue beside training. After a kill, at any moment:
 - Any other group begins again from its row. So does one whose file is missing or damaged: a file
   saves work, and its loss skips nothing.
 
-Invariant: a file is there whole or not at all, and is never written again. It is removed when no
-checkpoint can ask for it: the group was trained on, and a checkpoint was completed since, or later
-weights than the last checkpoint's sampled a token of it.
+Invariant: a file is complete or absent, and is never written again. It is removed when no
+checkpoint can need it: the group was trained on, and a checkpoint was completed since, or weights
+later than the last checkpoint's sampled a token of it.
 
 A file holds four letters, the CRC-32 of the rest, and a `StoredGroup` (`trajectory.proto`): the
 trajectories without their tasks, which the row gives. Reading it runs no code of whoever wrote it.
@@ -135,7 +135,7 @@ class GroupStore:
             await self._written(number)
 
     def checkpointed(self, step: int) -> None:
-        """A checkpoint of a step is complete: what was trained on is not asked for any more."""
+        """Removes the files of trained groups, as the checkpoint of a step is complete."""
         self._checkpoint = step
         for number in self._trained:
             self._path(number).unlink(missing_ok=True)
