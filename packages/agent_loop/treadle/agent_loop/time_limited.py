@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class TimeLimitedError(Exception):
-    """The function raised or could not be made, or its process died; the message gives the cause."""
+    """The function or its creation raised, or its process died; the message gives the cause."""
 
 
 class TimeLimited(Generic[A, R]):
