@@ -167,7 +167,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
 
 
 def _is_stray() -> bool:
-    """Returns whether a task is running that nobody has cancelled."""
+    """Returns whether a task is running that is not being cancelled."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop

@@ -57,7 +57,7 @@ def evaluate(text: str) -> Number:
         otherwise a finite float.
 
     Raises:
-        ArithmeticRefusal: `text` is refused; the message gives the cause and its place.
+        ArithmeticRefusal: `text` cannot be computed; the message gives the cause.
     """
     if len(text) > MAX_LENGTH:
         raise ArithmeticRefusal(

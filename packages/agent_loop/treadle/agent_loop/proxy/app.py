@@ -10,8 +10,8 @@
 
 Invariant: every answer, errors included, is JSON or an event stream in the API's own format.
 Every API becomes the same request to the same session. If an agent hangs up, its request is
-cancelled at once, down to the engine. Every request needs the session's key, as `Authorization:
-Bearer` or as `x-api-key`. Requests with too many values are refused unparsed, so that they do not
+cancelled at once, down to the engine. Every request needs the session's key, as `x-api-key` or
+`Authorization: Bearer`. Requests with too many values are refused unparsed, so that they do not
 block the others; long requests are parsed by a thread.
 
 Requests are tasks of the HTTP server. They wait for the generator, and for a disconnect.

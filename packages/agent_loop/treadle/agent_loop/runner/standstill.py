@@ -2,7 +2,7 @@
 
 A thread schedules a callback on the loop at intervals. If it does not run within the limit, the
 thread logs the place in the code: usually an async function in the user's file that does not await
-or that calls something that blocks. The code goes on, because Python cannot end it.
+or that calls something that blocks. Python cannot end such code, so nothing is ended.
 """
 
 import asyncio

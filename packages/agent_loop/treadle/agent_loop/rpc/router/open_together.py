@@ -31,7 +31,7 @@ class OpenTogether:
         self._offered = True
 
     async def ask(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse | None:
-        """Returns the router's answer; None if it would have to wait, which needs OpenSession.
+        """Returns the router's answer; None if the session needs a call of OpenSession.
 
         Raises:
             grpc.aio.AioRpcError: The call failed.

@@ -315,7 +315,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _believable(self, said: bytes, stderr: str) -> _Report:
-        """Returns the supervisor's final report, if it is valid."""
+        """Returns the supervisor's final report, whose form is checked."""
         if not said:
             raise SandboxError(f"the sandbox ended before its program did: {stderr[-500:]!r}")
         try:
