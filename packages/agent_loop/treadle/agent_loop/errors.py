@@ -49,7 +49,7 @@ class GenerationError(RolloutError):
 
 
 class OverloadedError(GenerationError):
-    """Every replica that was asked had a full queue, until the retries were used up."""
+    """The queue of every replica tried was full until the retries were used up."""
 
     retryable = True
 
@@ -167,7 +167,7 @@ def boundary(error: type[RolloutError], what: str) -> Iterator[None]:
 
 
 def _is_stray() -> bool:
-    """Returns whether the current task was not asked to end."""
+    """Returns whether a task is running that is not being cancelled."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no event loop

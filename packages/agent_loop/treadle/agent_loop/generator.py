@@ -71,7 +71,7 @@ class TokenGenerator(Protocol):
                 generator without image support must refuse them, never ignore them.
 
         Raises:
-            GenerationError: The completion could not be made; the subclass says why.
+            GenerationError: The completion could not be made; the subclass names the cause.
         """
         ...
 

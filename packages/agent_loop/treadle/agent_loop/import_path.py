@@ -1,9 +1,9 @@
 """Loads a user's own code by its import path: "path/to/file.py:name" or "package.module:name".
 
-The name may be dotted, as "Outer.Inner".
+The name may be dotted, such as "Outer.Inner".
 
 Invariant: the code is loaded at start; an import path that cannot be resolved raises a `SetupError`
-that says what exists instead. A file is executed once per process, like a module, however many
+that lists what exists instead. A file is executed once per process, like a module, however many
 import paths name it.
 """
 

@@ -56,7 +56,7 @@ def trajectory_output(trajectory: Trajectory, services: Services) -> dict[str, o
 
 
 def request_inputs(prompt: Sequence[int], params: SamplingParams) -> dict[str, object]:
-    """Returns what one completion was asked for."""
+    """Returns the prompt's length and the sampling parameters of a completion."""
     fields = ((name, getattr(params, name)) for name in _SAMPLING)
     sampling = {name: value for name, value in fields if value is not None}
     return {"prompt_tokens": len(prompt), "sampling": sampling}

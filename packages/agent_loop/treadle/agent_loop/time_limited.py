@@ -58,7 +58,7 @@ _log = logging.getLogger(__name__)
 
 
 class TimeLimitedError(Exception):
-    """The function raised or could not be made, or its process died; the message says which."""
+    """The function or its creation raised, or its process died; the message gives the cause."""
 
 
 class TimeLimited(Generic[A, R]):
@@ -102,7 +102,7 @@ class TimeLimited(Generic[A, R]):
         """Calls the function.
 
         Raises:
-            TimeoutError: It took too long; the message says where it was.
+            TimeoutError: It took too long; the message gives its place in the code.
             TimeLimitedError: It could not be made, it raised, its process died, or the argument or
                 the result cannot be pickled.
         """

@@ -40,7 +40,7 @@ class StopReason(enum.StrEnum):
     AGENT_FAILED = "agent_failed"
     """The user's own agent ended with an error; the tokens sampled before are complete."""
     ERROR = "error"
-    """The attempt failed; `Trajectory.error` says why. Never train on it."""
+    """The attempt failed; `Trajectory.error` names the cause. Never train on it."""
 
 
 class FinishReason(enum.StrEnum):
@@ -387,7 +387,7 @@ class Completion:
         routed_experts: Experts of the rows from `RequestContext.routed_experts_from` on; None if
             they were not requested.
         prompt_logprobs: In nats, of the ids from `RequestContext.prompt_logprobs_from` to the end
-            of the prompt, at temperature 1; empty if they were not asked for.
+            of the prompt, at temperature 1; empty if they were not requested.
     """
 
     chunks: tuple[TokenChunk, ...]

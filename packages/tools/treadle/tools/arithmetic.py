@@ -57,7 +57,7 @@ def evaluate(text: str) -> Number:
         otherwise a finite float.
 
     Raises:
-        ArithmeticRefusal: With a sentence that says what is wrong, and where.
+        ArithmeticRefusal: `text` cannot be computed; the message gives the cause.
     """
     if len(text) > MAX_LENGTH:
         raise ArithmeticRefusal(

@@ -25,7 +25,7 @@ SPEC = ToolSpec(
 
 
 class CalculatorTool:
-    """`calculator(expression: str)`: the value as text, or a sentence that says what is wrong.
+    """`calculator(expression: str)`: the value as text, or a sentence that names the error.
 
     Args:
         config: No settings are known; any key is an error.

@@ -77,7 +77,7 @@ def load_catalogue(path: Path) -> Mapping[str, Tool]:
     Raises:
         SetupError: The file cannot be read, has an unknown or missing key or a value of the wrong
             type, names a class that cannot be loaded or refuses its settings, or two tools have
-            one name. The message says where in the file, one line for each tool.
+            one name. The message gives the location in the file, one line for each tool.
     """
     if ".py:" in path.name:
         return MappingProxyType({tool.spec.name: tool for tool in _own(str(path), str(path), None)})

@@ -1,6 +1,6 @@
 """Spans, sinks and metrics on the standard library alone.
 
-`span` marks a piece of work wherever it happens; `use_sink` says where the spans of a context go;
+`span` marks a piece of work wherever it happens; `use_sink` sets where the spans of a context go;
 `Metric` and `aggregate` carry numbers from trajectories to a step.
 """
 

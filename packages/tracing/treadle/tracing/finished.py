@@ -57,8 +57,8 @@ class Deferred:
 class FinishedSpan:
     """A closed span. `parent_id` is None for the root of a trace; `error` is None if none left it.
 
-    Of the attributes, `inputs` and `output` are what the work was given and returned; services that
-    tell these from other attributes show them as such.
+    The attributes `inputs` and `output` hold the work's arguments and result; some services show
+    them apart from the others.
 
     `start_unix_ns` is wall-clock time, for placing spans of several hosts on one line;
     `duration_ns` is measured on the monotonic clock.

@@ -1,8 +1,8 @@
 """A metric: one named number that a trajectory reports, with the rule for combining many of them.
 
-Invariant: one name has one rule. The rule travels with the value because the code that measures
-knows what the number means (a count adds up, a latency averages), while the code that aggregates
-thousands of trajectories knows only names. Pure functions.
+Invariant: one name has one rule. The rule travels with the value because the measuring code fixes
+what the number means (a count adds up, a latency averages), while the code that aggregates
+thousands of trajectories has only names. Pure functions.
 
     aggregate([[Metric("tool/calls", 2.0, Reduce.SUM)], [Metric("tool/calls", 1.0, Reduce.SUM)]])
     # {"tool/calls": 3.0}

@@ -2,8 +2,8 @@
 
 Invariant: every span given to `record` is either written or counted as dropped or failed; the
 counts are final once `close` has returned. `record` never waits: when `capacity` spans wait for the
-client, the newest span is dropped. The first loss of each kind is one warning, and `close` says how
-many there were.
+client, the newest span is dropped. The first loss of each kind is logged as a warning, and `close`
+logs the counts.
 
 Who waits: only the sink's thread, on the queue and in the client; `record` and `close` wake it.
 `close` waits for the thread to finish the queue, at most `close_timeout_s`. A client that hangs is

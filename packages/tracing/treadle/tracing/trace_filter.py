@@ -1,7 +1,7 @@
 """Which trajectories are traced: some of each step, within a budget, and every one that failed.
 
 Invariant: a trace reaches the sink as a whole or not at all, and each one that does not is counted.
-The spans of a trace are held back until its root has closed, which says whether it failed. A trace
+The spans of a trace are held back until its root has closed and shows whether it failed. A trace
 that is not a trajectory's (an update of the policy) is always traced.
 
 Nobody waits: `record` is called where a span closes, and passes the trace on or forgets it.
@@ -76,7 +76,7 @@ class TraceFilter:
         self._pass_on(wanted)
 
     def close(self) -> None:
-        """Passes on the traces that are still open, and says how many were left out."""
+        """Passes on the traces that are still open, and logs how many were left out."""
         with self._lock:
             rest = list(self._traces.rest())
         self._pass_on(rest)

@@ -329,10 +329,10 @@ def make_draft(
 def plan_ids(
     branches: Sequence[Branch], prompt: tuple[int, ...], renderer: ChatRenderer
 ) -> BranchPlan:
-    """Finds the branch that a prompt of ids continues: the longest one that it begins with.
+    """Finds the branch that a prompt of ids continues: the longest one that is its prefix.
 
     Raises:
-        RenderError: The renderer does not know an id.
+        RenderError: The renderer cannot decode an id.
     """
 
     def text(ids: Sequence[int]) -> Message:

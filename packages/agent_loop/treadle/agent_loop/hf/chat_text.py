@@ -74,7 +74,7 @@ class ChatText:
         Args:
             tools: Their schemas; None if there are none.
             open_turn: Whether to end with the header of the assistant's next turn.
-            plain_tools: `is_plain(tools)`, which the caller asks once for many calls.
+            plain_tools: `is_plain(tools)`, which the caller computes once for many calls.
 
         Raises:
             Exception: The template refuses these messages.

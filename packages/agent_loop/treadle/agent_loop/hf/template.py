@@ -10,7 +10,7 @@ except for templates that number its results.
 The constructor renders probes to find what a template does not declare: which token ends a turn,
 whether the next header does that, and in which form it expects contents, arguments and ids. A turn
 must end with an added token of the tokenizer, because only then can the text after it be tokenised
-alone. Nothing waits; nothing here knows token ids.
+alone. Nothing waits; nothing here handles token ids.
 """
 
 import hashlib

@@ -13,11 +13,11 @@ the trajectory:
 | 5 | completions >= max_assistant_turns | ASSISTANT_TURNS |
 | 6 | answers >= max_user_turns | USER_TURNS |
 |   | the first max_parallel_calls calls run, their texts are cut; or the interaction's reply | |
-| 7 | a tool said stop | TOOL_STOP |
+| 7 | a tool's result ends the trajectory | TOOL_STOP |
 | 8 | response + answer >= max_response_tokens; the answer is *not* appended | RESPONSE_LENGTH |
 | 9 | prompt + response + answer >= max_context_tokens; likewise | CONTEXT_LENGTH |
 
-An interaction is asked before check 2, so that a turn which reaches a limit is scored too.
+The interaction replies before check 2, so a turn that reaches a limit is scored too.
 
 The trajectory's tokens are the same as in verl (`tool_agent_loop.py`). The stop reason is more
 exact: verl looks for calls last, so an answer that just fits would count as cut. Pure; nothing

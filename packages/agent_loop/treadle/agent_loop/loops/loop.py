@@ -93,5 +93,5 @@ class AgentLoop(Protocol):
 
 
 def scores_itself(loop: AgentLoop) -> bool:
-    """Returns whether a loop says that its trajectories have their rewards."""
+    """Returns whether a loop sets the rewards of its own trajectories."""
     return getattr(loop, "scores_itself", False) is True

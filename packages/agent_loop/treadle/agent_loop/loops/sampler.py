@@ -1,7 +1,7 @@
 """The turn sampler: sends the requests of one trajectory to the generator.
 
 Invariant: every request has the trajectory's session id, its own request id and its own seed, and
-asks for no more tokens than the budget leaves. A completion that breaks the contract raises before
+requests no more tokens than the budget leaves. A completion that breaks the contract raises before
 the caller sees it. The sampler stores no token ids.
 
 The tasks of one event loop may share a sampler. They wait in `sample`.

@@ -74,9 +74,9 @@ class ToolCallParser(Protocol):
 
         Args:
             text: The text with its special tokens, except those that ended the turn.
-            tools: Their schemas tell the types of arguments, if the format writes plain text.
+            tools: Their schemas give the types of arguments that the format writes as plain text.
             prompt_end: The end of the prompt, which may have opened the reasoning. "" means
-                unknown; then a reasoning that is only closed counts as opened in the prompt.
+                unknown; then reasoning that is only closed counts as opened in the prompt.
         """
         ...
 
@@ -92,10 +92,10 @@ class ToolCallParser(Protocol):
 
 @runtime_checkable
 class StreamingParser(ToolCallParser, Protocol):
-    """A parser that says what is certain while a completion is still being sampled."""
+    """A parser that can return the settled part of a completion while it is being sampled."""
 
     def settled(self, text: str, *, prompt_end: str) -> Settled:
-        """Returns what every continuation of a text has. Never raises, never takes back.
+        """Returns what no continuation of a text can change. Never raises or retracts anything.
 
         Args:
             text: The beginning of a decoded completion.
@@ -106,7 +106,7 @@ class StreamingParser(ToolCallParser, Protocol):
 
 @runtime_checkable
 class ClosingParser(ToolCallParser, Protocol):
-    """A parser that says what a turn has left open, so that it can be closed."""
+    """A parser that finds what a turn has left open, so that it can be closed."""
 
     def unclosed(self, text: str) -> tuple[str, ...]:
         """Returns the marks that close what is open at the end of a text, innermost first.
@@ -119,7 +119,7 @@ class ClosingParser(ToolCallParser, Protocol):
 
 @runtime_checkable
 class FramingParser(ToolCallParser, Protocol):
-    """A parser that may know the frame of a call, so that servers can enforce its arguments."""
+    """A parser that can return the frame of a call, so servers can enforce its arguments."""
 
     def call_frame(self, name: str) -> CallFrame | None:
         """Returns how a call of a tool is written; None if its arguments are not one JSON text."""

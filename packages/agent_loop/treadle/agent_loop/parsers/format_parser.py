@@ -46,7 +46,7 @@ class CallFormat(Protocol):
 
 @runtime_checkable
 class MarkedFormat(CallFormat, Protocol):
-    """A format that says where its calls may begin, so that the text before can be streamed."""
+    """A format that lists how its calls may begin, so that the text before can be streamed."""
 
     marks: tuple[str, ...]
     """The beginnings of a call, or of a mark around calls or content; at least one."""

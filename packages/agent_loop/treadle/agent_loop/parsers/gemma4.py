@@ -3,9 +3,9 @@
     <|tool_call>call:get_weather{city:<|"|>Rome<|"|>,days:3,deep:{a:[1,<|"|>b<|"|>]}}<tool_call|>
 
 The turn ends with `<|tool_response>`, behind which the template puts the results. Invariant: a text
-ends at the next `<|"|>` and holds no mark of a call. What stands without marks is a number, true,
-false or null, as the tool's schema or the value itself says, else a text: the models leave the
-marks out at times.
+ends at the next `<|"|>` and holds no mark of a call. A value without marks is read as a number,
+true, false or null if the tool's schema or its form allows, otherwise as a text: models sometimes
+leave the marks out.
 """
 
 import re

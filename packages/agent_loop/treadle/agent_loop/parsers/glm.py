@@ -6,7 +6,7 @@
     </tool_call>
 
 GLM-4.7 leaves out the line feeds. Invariant: an argument is the unchanged text between its marks;
-the tool's schema tells its type (`schema_values`). The mark opens a call only if an argument
+the tool's schema gives its type (`schema_values`). The mark opens a call only if an argument
 follows it, or if it is closed before the next one.
 """
 

@@ -78,7 +78,7 @@ class HermesParser(FormatParser):
 
 
 def named_in(span: str) -> str | None:
-    """The name that a call in JSON gives, where its text can be told."""
+    """Returns the name in a JSON call, None if it cannot be found."""
     name = _NAME.search(span)
     return name[1] if name else None
 

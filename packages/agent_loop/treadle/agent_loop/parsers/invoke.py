@@ -30,7 +30,7 @@ class InvokeMarks:
         prefix: Prefix of every other element's name.
         lead: Text that stands before each mark.
         typed: Whether parameters state if they are strings (`string="true"`) or JSON. Otherwise
-            the tool's schema tells (`schema_values`).
+            the tool's schema decides (`schema_values`).
     """
 
     block: tuple[str, ...]

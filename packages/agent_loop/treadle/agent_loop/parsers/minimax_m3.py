@@ -7,9 +7,9 @@
     ]<]minimax[>[</tool_call>
 
 (a call in one line). Each mark begins with a special token, so a text may hold any other mark.
-Objects are elements named by their keys, arrays are elements named `item`. The tool's schema tells
-types, and arrays from objects (`schema_values`). What elements cannot say is written as JSON in
-the element of the argument, and read there: null, empty lists, texts that look like numbers.
+Objects are elements named by their keys, arrays are elements named `item`. The tool's schema gives
+the types and distinguishes arrays from objects (`schema_values`). Values that elements cannot
+express (null, empty lists, texts that look like numbers) are JSON in the argument's element.
 """
 
 import re

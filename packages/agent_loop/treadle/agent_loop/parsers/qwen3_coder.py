@@ -10,7 +10,7 @@
 
 Invariant: an argument ends at the first `</parameter>`; one line break on either side belongs to
 the template. A `<parameter=` that begins a line before it is the next argument, and this one was
-not closed; elsewhere it is text. The tool's schema tells its type (`schema_values`). The models
+not closed; elsewhere it is text. The tool's schema gives its type (`schema_values`). The models
 sometimes leave out `<tool_call>`; a complete `<function=...></function>` without it is a call too.
 """
 

@@ -1,7 +1,7 @@
 """Arguments written as plain text, converted by the tool's JSON schema.
 
-qwen3_coder, glm and minimax write `<parameter=n>3</parameter>`: only the tool's schema tells the
-number 3 from the string "3". The rules, in this order:
+qwen3_coder, glm and minimax write `<parameter=n>3</parameter>`: only the tool's schema
+distinguishes the number 3 from the string "3". The rules, in this order:
 
 1. If the schema allows the text as null, a boolean, a number, an array or an object, it is
    converted. Python's True, False and None, which some templates write, are accepted too. Null is

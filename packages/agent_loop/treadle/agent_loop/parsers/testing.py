@@ -40,7 +40,7 @@ _JSON = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A turn, and what it says.
+    """A turn, and what a parser must return for it.
 
     Attributes:
         parser: Name of the parser that reads it.

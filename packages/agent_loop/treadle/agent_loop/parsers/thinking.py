@@ -3,8 +3,8 @@
 A template may open the reasoning at the end of the prompt; then the completion only has the closing
 mark. A completion that was cut during the reasoning is all reasoning.
 
-Invariant: a call inside the reasoning is not a call; the model has not decided on it yet. One at
-the end of a turn whose reasoning was never closed is what `UnclosedReasoning` says.
+Invariant: a call inside the reasoning is not a call; the model has not decided on it yet.
+`UnclosedReasoning` decides about a call at the end of a turn whose reasoning was never closed.
 """
 
 import enum
@@ -15,7 +15,7 @@ from treadle.agent_loop.parsers.base import without_partial
 
 
 class UnclosedReasoning(enum.StrEnum):
-    """What a complete call is with which a turn ends whose reasoning was never closed."""
+    """The meaning of a complete call at the end of a turn whose reasoning was never closed."""
 
     CALL = "call"
     """It ends the reasoning and is made, as vLLM and SGLang do."""

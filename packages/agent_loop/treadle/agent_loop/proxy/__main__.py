@@ -1,7 +1,7 @@
 """`python -m treadle.agent_loop.proxy`: the endpoint as a process, over running rollout servers.
 
 Invariant: when it serves, it prints one line of JSON with its address to standard output. The exit
-code is 0 after SIGTERM or SIGINT, 1 if it cannot serve, with one line that says why, and 2 for
+code is 0 after SIGTERM or SIGINT, 1 if it cannot serve (one line names the cause), and 2 for
 invalid arguments. The key that opens sessions is the environment's TREADLE_PROXY_KEY, or a random
 one that is printed.
 

@@ -1,9 +1,9 @@
-"""Wishes of a request that are not fulfilled: constrained sampling, and keys that nothing reads.
+"""Parts of a request that are not honoured: constrained sampling, and keys that nothing reads.
 
-Invariant: whatever is let pass here is counted, and the trajectory says so. Agent frameworks ask
-for constraints by default (`strict` schemas, `tool_choice="required"`), and send back keys that
-other providers gave their messages. The trainer would treat constrained tokens as the policy's own,
-so a constraint is refused, or not enforced, or enforced in a turn that is not trained on.
+Invariant: everything ignored here is counted, and the trajectory reports the counts. Agent
+frameworks request constraints by default (`strict` schemas, `tool_choice="required"`), and send
+back keys of other providers' messages. The trainer would treat constrained tokens as the policy's
+own, so a constraint is refused, or not enforced, or enforced in a turn that is not trained on.
 """
 
 import enum

@@ -8,11 +8,11 @@
     GET  /sessions/<id>/v1/models                  the only model
     POST /sessions/<id>/reward                     {"reward": 1.0}; the last one counts
 
-Invariant: every answer is JSON of the API asked, including errors, or a stream of its events. All
-APIs become the same request to the same session. If an agent hangs up, its request is cancelled at
-once, down to the engine. Every request needs the session's key, as `Authorization: Bearer` or as
-`x-api-key`. No request is parsed whose values would hold the others up; a long one is parsed by a
-thread.
+Invariant: every answer, errors included, is JSON or an event stream in the API's own format.
+Every API becomes the same request to the same session. If an agent hangs up, its request is
+cancelled at once, down to the engine. Every request needs the session's key, as `x-api-key` or
+`Authorization: Bearer`. Requests with too many values are refused unparsed, so that they do not
+block the others; long requests are parsed by a thread.
 
 Requests are tasks of the HTTP server. They wait for the generator, and for a disconnect.
 """

@@ -1,7 +1,7 @@
 """Errors of the endpoint, in the format of OpenAI's API.
 
 Invariant: every failed request is answered with one of these, never with a stack trace. OpenAI's
-clients retry after 408, 409, 429 and 5xx, and give up after other 4xx; so the status says whether
+clients retry after 408, 409, 429 and 5xx, and give up after other 4xx; so the status shows whether
 a retry may succeed. A retry is safe, because a failed request leaves no trace in its session.
 
 | Status | code | Meaning |

@@ -351,5 +351,5 @@ def count_unread(
 
 
 def is_absent(entry: object) -> bool:
-    """Returns whether a value says nothing."""
+    """Returns whether a value is empty, which counts as absent."""
     return entry in (None, [], "", {})

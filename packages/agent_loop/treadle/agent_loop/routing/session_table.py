@@ -43,7 +43,7 @@ class ReplicaEntry:
 
     Attributes:
         number: Number of replicas that were added before it.
-        orders: Are told of each change of its sessions and of their length.
+        orders: Each is notified when the sessions or their lengths change.
         draining: Whether it accepts no new session.
         last_chosen: Number of the choice that last picked it; -1 if none did.
         sessions: Sessions that are placed on it, by name.

@@ -13,9 +13,9 @@ Invariants:
    waits, until its deadline.
 5. The router chooses the replica, once per call. It is a policy in this process, or the routing
    service that many workers share. Replicas may be added and removed meanwhile.
-6. No call is sampled from weights older than `require_weights` says when the call begins, whatever
-   its request allows. A replica that was started again with older weights refuses, and the call
-   goes elsewhere.
+6. No call is sampled from weights older than the version set by `require_weights` when the call
+   begins, whatever its request allows. A replica that restarted with older weights refuses, and the
+   call goes elsewhere.
 
 A request waits for its stream, for the first back-off to end (woken by the clock), or for room
 (`SessionQueue`). All requests of one event loop share the replicas; nothing here is thread-safe.
@@ -109,7 +109,7 @@ class GrpcTokenGenerator:
         """Returns by address for how long replicas have had open sessions.
 
         Raises:
-            SetupError: A routing service manages the replicas; `RouterAdmin` asks it.
+            SetupError: A routing service manages the replicas; `RouterAdmin` reads its times.
         """
         return self._session_queue().occupancy.seconds()
 
@@ -342,7 +342,7 @@ async def connect(
 
     Args:
         addresses: host:port of every replica; at least one, unless there is a `router`.
-        router: host:port of a routing service, which knows the replicas; None means no router.
+        router: host:port of a routing service, which lists the replicas; None means no router.
         requirements: Capabilities that the replicas must offer; None: log-probabilities only.
         security: TLS and token, for the replicas and the router; None means plain.
         policy: Spreads sessions over `addresses`, which `connect` adds to it; None means
@@ -430,7 +430,7 @@ def _check_constrains(server: ServerInfo, in_flight: InFlightCompletion) -> None
 
 
 def _check_reports(server: ServerInfo, capability: str) -> None:
-    """Checks that a server reports what a request asks for.
+    """Checks that a server has a capability that a request needs.
 
     Raises:
         SetupError: It does not.

@@ -92,7 +92,7 @@ def _encode_constraint(
 
 
 def check_size(message: generation_pb2.GenerateRequest, server: ServerInfo) -> None:
-    """Checks that a message is not too large for a server; gRPC's own error would not say why.
+    """Checks that a message is not too large for a server; gRPC's own error would hide the cause.
 
     Raises:
         ImageRejectedError: The message is too large.

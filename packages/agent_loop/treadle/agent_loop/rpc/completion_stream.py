@@ -2,8 +2,8 @@
 
 Invariant: one `started`, then tokens, then one `finished`, then the end. Counts add up; there is
 no token after a stop id or beyond max_tokens; ids are below the vocabulary size; versions are not
-older than requested; the experts of all rows and the sampling masks of all tokens come if they were
-asked for, and so do the log-probabilities of the prompt, before the first token. Anything else is a
+older than requested. If requested, the experts of all rows and the sampling masks of all tokens
+come, and the log-probabilities of the prompt before the first token. Anything else is a
 `ContractError`, because wrong tokens in the training data are worse than none.
 
 `read` is the only place that consumes a stream. It cancels the call in `finally`, because leaving
@@ -63,7 +63,7 @@ class CompletionStream:
         min_weight_version: Oldest weight version that the request accepts.
         num_prompt_tokens: Number of ids in the request's prompt.
         asked_experts: The requested rows, without any row; None: no experts.
-        num_prompt_logprobs: Number of log-probabilities of its prompt that the request asks for.
+        num_prompt_logprobs: Number of requested log-probabilities of the prompt.
         chunks: Tokens so far; valid even if the stream fails afterwards.
         prompt_logprobs: Log-probabilities of the prompt so far; likewise.
         cached_prompt_tokens: Number of prompt tokens that the server did not have to compute.
@@ -133,14 +133,14 @@ class CompletionStream:
         return self._finish
 
     def routed_experts(self) -> RoutedExperts | None:
-        """Returns the experts of the tokens so far; None if they were not asked for."""
+        """Returns the experts of the tokens so far; None if they were not requested."""
         if self.asked_experts is None:
             return None
         rows = replace(self.asked_experts, data=b"".join(self._routed))
         return rows.until(self.num_prompt_tokens + self._num_tokens)
 
     def _check_place(self, event: str, *, started: bool) -> None:
-        """Checks that an event may come now; `started` tells whether it follows the start."""
+        """Checks that an event may come now; `started` is whether it must follow the start."""
         if self._finished:
             self._refuse(f"{event} came after finished")
         if self._started is not started:

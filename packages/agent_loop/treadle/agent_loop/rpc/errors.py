@@ -99,7 +99,7 @@ class RpcFailure:
 
     Attributes:
         error: The exception to raise if nothing else helps.
-        retry_after_s: The wait that the server asked for; None if it did not.
+        retry_after_s: The wait that the server requested; None if it requested none.
     """
 
     address: str

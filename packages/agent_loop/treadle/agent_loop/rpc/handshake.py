@@ -76,7 +76,7 @@ class Requirements:
 
     Attributes:
         tokenizer_sha256: Hash of the renderer's tokenizer.json.
-        vocab_size: Number of ids that the renderer knows; the model's embedding may be larger.
+        vocab_size: Number of ids in the renderer's vocabulary; the model's embedding may be larger.
         context_length: Number of prompt and response tokens that must fit.
         capabilities: Names of fields of `Capabilities` that must be true.
     """

@@ -33,8 +33,7 @@ class InFlightCompletion:
         prompt_logprobs: Log-probabilities of consecutive ids of the prompt that have arrived.
         failures: Number of failures per address.
         last_failures: The latest failure per address.
-        waiting_until: When an address that was overloaded or paused may be asked again; clock
-            seconds.
+        waiting_until: Time when an overloaded or paused address may be used again; clock seconds.
         num_waits: Number of calls refused for overload or a pause.
         num_calls: Number of calls so far.
         num_resumes: Number of interruptions so far.

@@ -1,8 +1,8 @@
 """Spans of where a completion's time went, from what the server reports of it.
 
-Invariant: lengths are the server's. Places are this process's: the phases lie one after another and
-end with the call, as if its answer had taken no time on the way. The place of a pause is known to
-the server only, so it ends with the call; the server's own spans have it.
+Invariant: lengths are the server's. Positions are this process's: the phases follow one another and
+end with the call, as if its answer had taken no time on the way. Only the server's own spans have
+the position of a pause; here a pause ends with the call.
 """
 
 import time

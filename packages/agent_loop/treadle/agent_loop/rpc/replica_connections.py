@@ -4,7 +4,7 @@ Invariants:
 
 1. A replica is used only after its handshake, and only if it is compatible with the client and
    with the replicas that are already connected. An incompatible one that is added later is never
-   used; the log says why.
+   used; the log gives the reason.
 2. Callers that need the same new replica share one handshake.
 3. A retired replica gets no new call. Its channel closes when its last call has ended.
 
@@ -121,7 +121,7 @@ class ReplicaConnections:
         return [result for result in results if result is not None]
 
     async def reach(self, address: str) -> ReplicaClient:
-        """Returns a replica; a new one is asked for its handshake once, without waiting for it.
+        """Returns a replica; a new one gets one handshake attempt, with no wait for its start.
 
         Raises:
             ReplicaUnavailableError: The replica does not answer, or is incompatible.

@@ -2,7 +2,7 @@
 
 Invariants:
 
-1. Waits grow geometrically up to a bound and are never shorter than the server asked for.
+1. Waits grow geometrically up to a bound and are never shorter than the server requested.
 2. `Backoff.until` only moves forward while failures last, and is reset by the first success.
    A failure during a back-off belongs to the same incident and does not extend it.
 
@@ -21,7 +21,7 @@ class RetryPolicy:
     Attributes:
         max_failures: Number of failures of one replica after which a request no longer uses it.
             Overload and pauses do not count: the request waits for them until its deadline.
-        max_s: Longest wait that the client chooses; a server may ask for a longer one.
+        max_s: Longest wait that the client chooses; a server may request a longer one.
         factor: Growth from one wait to the next.
         jitter: Largest random addition to a wait, as a fraction of it, in [0, 1].
     """

@@ -7,7 +7,7 @@ Invariants:
 
 1. A completion behaves as its own call of Generate would: its messages arrive in order; it ends
    normally, or with the `AioRpcError` of its status; leaving it early cancels it at the server.
-2. It ends at its deadline, also when the server says nothing.
+2. It ends at its deadline, even if the server sends nothing.
 3. When the call ends, every completion that has no status fails as the call did, after the
    messages that arrived. A shared call that has ended is not used again.
 

@@ -1,11 +1,9 @@
 """A rollout server that follows a script, over real gRPC, for the tests of the client.
 
 Invariant: every Generate call uses the next handler of the script; a call beyond the script fails.
-Requests, metadata and remaining times are recorded.
-
-    server = ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, "PAUSED"), says(STARTED, ...))
-    async with serving(server) as addresses, connect(addresses) as generator:
-        ...
+Requests, metadata and remaining times are recorded. The server made by
+`ScriptedServer(fails(grpc.StatusCode.UNAVAILABLE, "PAUSED"), says(STARTED, ...))` refuses the first
+call and answers the second one; `serving` yields its address, to which a test connects.
 """
 
 import asyncio

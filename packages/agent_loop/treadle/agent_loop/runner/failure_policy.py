@@ -1,7 +1,7 @@
 """Failure policies: what the runner does about a failed attempt.
 
-Invariant: a policy is pure. The runner asks it once per failed attempt and follows its verdict.
-It only sees `RolloutError`s; a `SetupError` or an error of the sink always ends the run.
+Invariant: a policy is pure. The runner calls it once per failed attempt and follows its verdict.
+It gets only `RolloutError`s; a `SetupError` or an error of the sink always ends the run.
 """
 
 import enum

@@ -140,7 +140,7 @@ class RolloutRunner:
             tasks: Taken one by one, each when a slot is free.
 
         Raises:
-            RolloutError: An attempt failed and the failure policy said RAISE.
+            RolloutError: An attempt failed and the failure policy returned RAISE.
             SetupError: A task names a loop that does not exist.
             Exception: The sink or the source of tasks raised it.
         """

@@ -1,8 +1,8 @@
-"""Tells when the event loop stands still: when code that runs on it does not return.
+"""Detects a blocked event loop: code on it that does not return.
 
-A thread asks the loop for a sign of life every so often. If none comes within the limit, it logs
-where the loop's thread is: in the user's file, as a rule, in an async function that does not await,
-or that calls something that blocks. Nothing is ended: Python cannot.
+A thread schedules a callback on the loop at intervals. If it does not run within the limit, the
+thread logs the place in the code: usually an async function in the user's file that does not await
+or that calls something that blocks. Python cannot end such code, so nothing is ended.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class StandstillWatch:
     """Watches one event loop.
 
     Args:
-        limit_s: Seconds without a sign of life that are reported; above 0.
+        limit_s: Seconds without a callback after which the loop is reported; above 0.
     """
 
     def __init__(self, limit_s: float) -> None:

@@ -4,7 +4,7 @@ Invariant: a stall is reported once, when nothing has happened in a trajectory f
 again only after something has happened. Every trajectory carries its own reports. The log names
 only the first few, because one cause may stall a thousand trajectories. The watchdog ends nothing;
 deadlines do that. It is idle while there is nothing to watch, and otherwise sleeps until the first
-trajectory could be due. Where the event loop itself stands still, a `StandstillWatch` tells it.
+trajectory could be due. A `StandstillWatch` detects a blocked event loop.
 
     async with Watchdog(limit_s=120.0) as watchdog:
         with watchdog.watch("task train/7, rollout 0") as pulse:
@@ -51,7 +51,7 @@ class Pulse:
         self._reported = False
 
     def beat(self, event: str) -> None:
-        """Records activity; `event` says what begins now."""
+        """Records activity; `event` names what begins now."""
         self.last_event = event
         if self._watchdog is not None:
             self._since = self._watchdog.clock.now()

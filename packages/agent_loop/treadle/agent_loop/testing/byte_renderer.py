@@ -87,7 +87,7 @@ class ByteRenderer:
         )
 
     def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
-        """As in `StreamingRenderer`; nothing before the end if the parser cannot tell."""
+        """As in `StreamingRenderer`; empty unless the parser can stream."""
         if not isinstance(self._parser, StreamingParser):
             return "", ""
         so_far = self._parser.settled(text, prompt_end=decode(prompt[-16:]))

@@ -1,4 +1,4 @@
-"""A clock that only moves when the test says so, and a way to move the event loop's own time.
+"""A clock that only the test moves, and a way to move the event loop's own time.
 
 Invariant: `sleep` ends when `advance` has moved the clock past its end, in the order of the ends,
 and never by real time. `let_pass` is for code that uses the event loop's time.

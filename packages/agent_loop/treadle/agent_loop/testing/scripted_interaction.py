@@ -31,7 +31,7 @@ class ScriptedInteraction:
         self._asked = asyncio.Condition()
 
     async def until_asked(self, count: int) -> None:
-        """Waits until it was asked at least `count` times."""
+        """Waits until at least `count` replies were requested."""
         async with self._asked:
             await self._asked.wait_for(lambda: len(self.conversations) >= count)
 

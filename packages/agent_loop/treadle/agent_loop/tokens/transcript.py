@@ -203,10 +203,9 @@ class Tokens(LateField[SpanTable]):
         logprobs: [L], float32, nats; 0.0 where the mask is False.
         spans: They tile the range [0, L).
         images: In the order of their positions, which count from the first id.
-        routed_experts: Experts of the first rows, at most L; None if the engine was not asked for
-            them.
-        sampling_masks: [L], as `TokenChunk.sampling_masks`; the whole vocabulary where the engine
-            was not asked for one. Empty if it never was.
+        routed_experts: Experts of the first rows, at most L; None if they were not requested.
+        sampling_masks: [L], as `TokenChunk.sampling_masks`; the whole vocabulary where no mask was
+            requested. Empty if none was requested at all.
 
     Args are any sequences of numbers, which become arrays.
 

@@ -116,10 +116,10 @@ def selected_interaction(
 
 
 class UserSimulator:
-    """The simulated user of one trajectory: asks its interaction, and collects the scores.
+    """The simulated user of one trajectory: calls its interaction, and collects the scores.
 
     Args:
-        interaction: The interaction to ask; None if the row has none.
+        interaction: The interaction that replies; None if the row has none.
         limits: Bounds of one reply and of closing.
 
     Attributes:

@@ -1,7 +1,7 @@
 """The rule of each metric that tools and interactions report: one name has one (`tracing.Reduce`).
 
-Invariant: two that report one name under different rules are told apart before the run if they say
-what they report (`ReportsMetrics`), else at the first report that differs. Pure functions.
+Invariant: two rules for one name are an error: before the run if the tools and interactions declare
+their metrics (`ReportsMetrics`), else at the first report that differs. Pure functions.
 """
 
 from collections.abc import Iterable, Mapping
@@ -31,7 +31,7 @@ _OWN: Final[Mapping[str, Reduce]] = {
 
 @runtime_checkable
 class ReportsMetrics(Protocol):
-    """A tool or an interaction that says which metrics its results have.
+    """A tool or an interaction that declares the metrics of its results.
 
     Without it, a name that two of them report under different rules ends the first trajectory that
     has both.

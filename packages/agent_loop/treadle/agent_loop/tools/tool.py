@@ -112,6 +112,6 @@ class ChecksTask(Protocol):
         """Checks that the row has what `open` needs; waits for nothing.
 
         Raises:
-            SetupError: The row lacks something; the message says what.
+            SetupError: The row lacks something; the message names it.
         """
         ...

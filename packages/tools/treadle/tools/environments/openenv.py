@@ -123,7 +123,7 @@ def _action(settings: EnvironmentSettings, text: str) -> dict[str, object]:
     """Returns the action of a turn.
 
     Raises:
-        SetupError: `action` does not say where the text goes.
+        SetupError: No value of `action` contains `{text}`.
     """
     given = settings.mapping("action") or {"message": _TEXT}
     if not any(isinstance(value, str) and _TEXT in value for value in given.values()):

@@ -1,6 +1,6 @@
-"""The settings of an environment: what its YAML file says, checked.
+"""The settings of an environment: the checked contents of its YAML file.
 
-Invariant: every key is known to the environment's library and has a value of its type; otherwise a
+Invariant: every key is one that the environment's library takes and has a value of its type, or a
 `SetupError` names the place, the value and the known keys. A row carries the settings of its
 environment as plain data, so that its loop needs no configuration.
 """

@@ -92,7 +92,7 @@ def beginning(task: AgentTask, first: str) -> AgentTask:
 
 
 def ended(finished: bool) -> Metric:
-    """Returns the metric that says whether the environment ended its episode."""
+    """Returns the metric for the end of an episode: 1 if the environment ended it, else 0."""
     return Metric("environment/finished", float(finished))
 
 

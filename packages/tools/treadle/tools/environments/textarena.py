@@ -10,8 +10,8 @@ sample, with a reward (`Trajectory.sample_rewards`): it is compared with that pl
 the group's other trajectories. The player whose turn was too long gets -1; otherwise a policy
 learns to talk on where it would lose. The trajectory's own reward, which is logged, is player 0's.
 
-A conversation shows what happened since the player's last turn; games that show the whole history
-with each turn are asked for the new part only.
+A conversation shows what happened since the player's last turn; where a game repeats the whole
+history with each turn, only the new part is read.
 
 TextArena draws from Python's global `random`. Each game has a state of it, which is there while the
 game computes, so games at the same time do not disturb each other. Games compute on the event loop.

@@ -42,7 +42,7 @@ def load_interactions(path: Path) -> Mapping[str, Interaction]:
     Raises:
         SetupError: The file cannot be read, has an unknown or missing key or a value of the wrong
             type, names a class that cannot be loaded or refuses its settings, or two interactions
-            have one name. The message says where in the file.
+            have one name. The message gives the location in the file.
     """
     document = read_yaml(path, "interaction catalogue")
     entries = section(document, str(path), required=("interaction",))["interaction"]

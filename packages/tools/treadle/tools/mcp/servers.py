@@ -116,7 +116,7 @@ def read_servers(path: Path) -> Mapping[str, ServerConfig]:
     """Reads the usual JSON file `{"mcpServers": {name: {command or url, ...}}}`.
 
     Raises:
-        SetupError: The file cannot be read, or an entry is wrong; says where.
+        SetupError: The file cannot be read, or an entry is wrong; the message gives the place.
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

@@ -73,7 +73,7 @@ class McpSession:
         """Runs one call; text and images of its answer are what the model sees.
 
         Raises:
-            ToolFailure: The tool says that it failed or does not answer in time, or the server
+            ToolFailure: The tool reports an error or does not answer in time, or the server
                 refuses the arguments.
         """
         limit = TurningLimit(self.tool.timeout_s)

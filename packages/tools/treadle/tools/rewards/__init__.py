@@ -1,7 +1,7 @@
 """Rewards: functions from a finished trajectory to a score.
 
-`resolve` takes what a configuration says: nothing (each row by its `data_source`), a name, or
-the path of your own function; `resolve_all` several of them.
+`resolve` takes the reward of a configuration: nothing (each row by its `data_source`), a name, or
+the path of your own function. `resolve_all` takes several.
 """
 
 from treadle.tools.rewards.lookup import check_data_sources, resolve, resolve_all

@@ -1,4 +1,4 @@
-r"""The reward of Geometry3K: 0.9 for the right answer and 0.1 for the asked form.
+r"""The reward of Geometry3K: 0.9 for the right answer and 0.1 for the required form.
 
 Invariant: the weights and the form are those of verl's `reward_score/geo3k.py`: reasoning in
 <think> tags, then an answer in `\boxed{}`. math-verify,
@@ -40,7 +40,7 @@ def is_right(text: str, ground_truth: str) -> bool:
 
 
 def has_form(text: str) -> bool:
-    """Returns whether reasoning and answer are where they were asked to be."""
+    """Returns whether reasoning and answer are in the required order and form."""
     place = 0
     for mark in _FORM:
         found = text.find(mark, place)

@@ -1,6 +1,6 @@
 """Loads the user's own reward: "file.py:function", "package.module:function" or an entry point.
 
-Invariant: a path that cannot be resolved is an error at start that says why; a function that does
+Invariant: a path that cannot be resolved is an error at start; a function that does
 not return a finite number fails its trajectory with an error that names the function.
 
 The parameters of the function decide between three signatures:

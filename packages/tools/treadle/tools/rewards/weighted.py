@@ -102,8 +102,8 @@ class WeightedRewards(AbstractAsyncContextManager["WeightedRewards"]):
     """
 
     SUMMED = "rewards/summed"
-    """Metric of a trajectory whose reward is a weighted sum: how many results were added. A sum of
-    0 or 1 says nothing of a right answer."""
+    """Metric of a trajectory whose reward is a weighted sum: the number of results added. A sum of
+    0 or 1 does not mean a wrong or right answer."""
 
     def __init__(self, parts: Mapping[str, RewardFn], weights: Mapping[str, float]) -> None:
         self.parts = parts

@@ -218,7 +218,7 @@ def _answer(working: asyncio.Task[Execution]) -> Response:
 
 
 def _unprocessable(field: str, reason: str) -> Response:
-    """FastAPI's shape, which SandboxFusion's clients know."""
+    """Returns a 422 in FastAPI's format, which SandboxFusion's clients expect."""
     where = ["body"] if field == "body" else ["body", field]
     detail = [{"type": "value_error", "loc": where, "msg": reason}]
     # ASCII, unlike `JSONResponse`: what was wrong may be that it cannot be encoded.

@@ -19,7 +19,7 @@ from treadle.agent_loop import ToolError
 
 
 class SandboxError(ToolError):
-    """The sandbox failed: down, broken, or saying what it must not. Ends the attempt."""
+    """The sandbox failed: it is down, broken, or gave an invalid answer. Ends the attempt."""
 
 
 class SandboxBusyError(SandboxError):
@@ -82,10 +82,10 @@ class Execution:
         stderr: Likewise; a limit that ended the program is named at its end.
         return_code: Its exit status, or minus the number of the signal that ended it. None when
             it timed out.
-        queue_s: Seconds it waited for a free place before, as far as the sandbox says.
+        queue_s: Seconds it waited for a free place; estimated if the sandbox reports none.
         files: Files of `Program.fetch_files` that exist.
         warm: Whether an interpreter with the libraries imported was waiting for it.
-        num_retries: Times that it was asked for again because the sandbox did not answer.
+        num_retries: Times that it was sent again after no answer or a busy sandbox.
     """
 
     status: RunStatus

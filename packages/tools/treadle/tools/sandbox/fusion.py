@@ -1,6 +1,6 @@
 """A sandbox behind HTTP: SandboxFusion, or our own server, which has the same API.
 
-Invariant: a program is sent again only if it cannot have run or SandboxFusion asks for it:
+Invariant: a program is sent again only if it cannot have run or SandboxFusion requests it:
 no connection, 504 (verl's rule; three attempts in all, 1 s and 2 s apart), 429 or 503 with
 `Retry-After` (ten attempts). A read timeout is final: the program may have run. Cancelling
 closes the connection, which ends the program on our server.
@@ -91,7 +91,7 @@ class FusionSandbox:
             raise
 
     async def _probe(self) -> None:
-        """A server may accept connections and never run anything: one program tells."""
+        """Runs one program, because a server may accept connections and never run anything."""
         async with self._probing:
             if self._healthy:
                 return

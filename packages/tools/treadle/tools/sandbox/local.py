@@ -127,7 +127,7 @@ class LocalSandbox:
         """Finds a bubblewrap that works, by running a program with it.
 
         Raises:
-            SetupError: None works here; with what each said and what helps.
+            SetupError: None works here; the message has each one's error and the fix.
         """
         try:
             self._filter = compile_filter()

@@ -1,7 +1,7 @@
 """The process of the sandbox server: arguments, address, signals, end.
 
-Invariant: exit code 0 after a graceful end, 1 with one line that says why it cannot serve, 2 for
-wrong arguments. It listens on 127.0.0.1 unless told otherwise, and only after a program has run.
+Invariant: exit code 0 after a graceful end, 1 with one line that names the cause if it cannot
+serve, 2 for wrong arguments. It listens on 127.0.0.1 by default, and only after a program has run.
 The ready file exists exactly while it serves.
 
 Who waits: the main task, for SIGTERM or SIGINT.
@@ -39,7 +39,7 @@ _GRACE_S = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serves until told to end; returns the exit code."""
+    """Serves until SIGTERM or SIGINT; returns the exit code."""
     arguments = _parser().parse_args(argv)
     log_inertly("INFO")
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]

@@ -113,7 +113,7 @@ def decode_response(body: object, *, warm: bool = False) -> Execution:
     """Returns the execution in an answer.
 
     Raises:
-        SandboxError: It says that the sandbox failed, or is not such an answer.
+        SandboxError: The answer reports a failure of the sandbox, or has another shape.
     """
     try:
         assert isinstance(body, dict)

@@ -1,8 +1,8 @@
 """A retrieval service over a local BM25 index: `python -m treadle.tools.search --corpus FILE`.
 
 It speaks Search-R1's protocol (see `service`), so that the workers of several hosts can share one
-index. Listens on 127.0.0.1 unless told otherwise; it has no access control. A request is bounded in
-its bytes and in its JSON values before it is parsed (413), and in the passages it may ask for.
+index. It listens on 127.0.0.1 by default, and has no access control. A request is limited in bytes
+and in JSON values before it is parsed (413), and in the number of passages.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Bm25Index:
         """Reads a corpus: JSON lines with `contents`, or with `title` and `text`.
 
         Raises:
-            SetupError: The file cannot be read, is empty or has another line; says which.
+            SetupError: The file cannot be read, is empty or has an invalid line, which is named.
         """
         try:
             with path.open(encoding="utf-8") as file:

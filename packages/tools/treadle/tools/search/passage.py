@@ -37,7 +37,7 @@ class Retriever(Protocol):
         ...
 
     async def enter(self) -> None:
-        """Opens what it needs to be asked; each `enter` is ended by one `leave`.
+        """Opens what `retrieve` needs; each `enter` is ended by one `leave`.
 
         Raises:
             SetupError: A limit over processes cannot be kept here.

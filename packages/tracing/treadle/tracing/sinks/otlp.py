@@ -34,8 +34,8 @@ class OtlpSink(QueuedSink):
     """Sends spans to an OTLP endpoint. Close it, or use it with `with` or `async with`.
 
     Args:
-        endpoint: Its address, with or without `/v1/traces` at the end. None: as
-            `OTEL_EXPORTER_OTLP_ENDPOINT` and its relatives say, else http://localhost:4318.
+        endpoint: Its address, with or without `/v1/traces` at the end. None means the address in
+            `OTEL_EXPORTER_OTLP_ENDPOINT` or a related variable, else http://localhost:4318.
         service: Name of this process in the service, `service.name`.
         headers: Sent with each request, beside those of `OTEL_EXPORTER_OTLP_HEADERS`.
         capacity: Maximum number of spans that wait to be sent.

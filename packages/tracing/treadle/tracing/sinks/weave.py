@@ -1,14 +1,14 @@
 """Spans in Weights & Biases Weave, by its own client.
 
 The project is the run's, the same as that of the logger wandb, so that run and traces are one page;
-where the run's id in wandb is known, each call is linked to it and to its step. W&B's variables say
-where to: WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
+where the run's id in wandb is known, each call is linked to it and to its step. Account and address
+come from W&B's variables: WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL.
 
 A call's op is the span's name. Weave makes other ids; ours are in the call's attributes, as
 `treadle.trace_id` and `treadle.span_id`. A call is made after its parent and a span ends before
 it, so the spans of a trace wait for its root.
 
-The client sends from its own threads, and says only in its log what it lost. So each `write` waits
+The client sends from its own threads, and reports losses only in its log. So each `write` waits
 until it has sent everything, and raises if an error was logged. Its settings are variables of the
 process, so the writer has a separate process (`child.py`).
 """

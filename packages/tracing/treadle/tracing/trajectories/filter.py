@@ -60,7 +60,7 @@ FILTER_COLUMNS: Final = MappingProxyType(
         "text": FilterColumn("concat_ws(chr(10), messages, error)", "string"),
     }
 )
-"""The columns that conditions know: `tool` is any tool that was called, `finding` the kind of any
+"""The columns of conditions: `tool` is any tool that was called, `finding` the kind of any
 finding, `text` all messages and the error."""
 
 _OPERATORS: Final = MappingProxyType(
@@ -82,11 +82,11 @@ class Condition:
     """One condition.
 
     Attributes:
-        operator: One that its kind knows.
-        value: Value to compare with; None: a missing one.
+        operator: One that the column's kind supports.
+        value: Value to compare with; None means a missing one.
 
     Raises:
-        FilterError: There is no such column, or it is not compared so.
+        FilterError: There is no such column, or its kind does not support the comparison.
     """
 
     column: str
@@ -139,7 +139,7 @@ class Filter:
 
     @classmethod
     def parse(cls, text: str) -> Filter:
-        """Returns the filter that a text says; see the module for its grammar.
+        """Parses a filter; see the module for its grammar.
 
         Raises:
             FilterError: The text is no filter.

@@ -333,7 +333,7 @@ class TrajectoryFiles:
 
 
 def _examined(path: Path) -> tuple[int, str | None, bool]:
-    """Returns what a file says that it left out, what is wrong with it, and whether it is old."""
+    """Returns how many trajectories a file left out, its defect if any, and whether it is old."""
     try:
         schema = pq.read_schema(path)
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:

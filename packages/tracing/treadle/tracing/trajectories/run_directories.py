@@ -1,4 +1,4 @@
-"""Which directories are runs, and names that tell them apart: for what shows runs to people."""
+"""Checks that directories are runs, and gives each a short, unique name to display."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 Invariant: every file of `RUN/trajectories/` that this release writes has exactly these columns, and
 its metadata has `SCHEMA_VERSION`. A change that a reader of today's files would notice raises the
-version; readers leave out files of versions that they do not know, and name them. Files of an older
-version in `OLD_SCHEMAS` are read; the columns that they lack are null.
+version; readers skip files of unsupported versions, and name them. Files of an older version in
+`OLD_SCHEMAS` are read; the columns that they lack are null.
 
-`COLUMNS` is the only list of the columns. The Arrow schema, the table of docs/trajectories.md and
-the columns that a filter knows are made of it.
+`COLUMNS` is the only list of the columns. The Arrow schema and the table of docs/trajectories.md
+are derived from it.
 """
 
 from __future__ import annotations

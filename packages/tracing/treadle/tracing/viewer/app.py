@@ -1,4 +1,4 @@
-"""The HTTP application of the page: its files, and what it asks for as JSON.
+"""The HTTP application of the page: its files, and the JSON that it requests.
 
 Invariant: it only reads. It answers requests whose Host is this machine's loopback, so that a site
 whose name was made to point here (DNS rebinding) gets nothing, and that bring the token, because

@@ -1,7 +1,7 @@
 """A run directory as the page sees it: its name, its state, its files and what is wrong with them.
 
-Invariant: everything is read again when it is asked for, since a run may be writing, and nothing is
-written. Whatever is missing or damaged is named in `problems`; what is there is shown all the same.
+Invariant: every request reads the files again, since a run may be writing, and nothing is written.
+Whatever is missing or damaged is named in `problems`; what is there is shown all the same.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Run:
 
 
 def open_runs(directories: list[Path]) -> list[Run]:
-    """Returns the runs of some directories, with names that tell them apart.
+    """Returns the runs of some directories, each with a unique name.
 
     Raises:
         NotARunError: A directory is missing, has no file of a run, or is named twice.

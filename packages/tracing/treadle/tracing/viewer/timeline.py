@@ -1,8 +1,8 @@
 """Where the time of a step went: the spans of its trajectories, and what the servers did meanwhile.
 
 Dataflow: the trajectory files have the spans of the driver; `traces.jsonl` and `traces/*.jsonl`, if
-the run wrote them, have those of servers and of the step. A server's spans are below the `generate`
-span of the client that asked, which is how they are found.
+the run wrote them, have those of servers and of the step. A server's spans are found below the
+client's `generate` span.
 
 A trajectory's seconds are divided among causes: a moment that several of its spans share counts for
 the first of `CAUSES`, and `other` is what none has. So they add up to its time.

@@ -1,12 +1,11 @@
 """Parses requests of Anthropic's Messages API, and of its `count_tokens`.
 
-Invariant: as in `chat_request`: pure, and nothing is ignored silently. What coding agents send and
-a policy that is trained has no use for (`cache_control`, `thinking`, signatures, beta features) is
-counted.
+Invariant: as in `chat_request`: pure, and nothing is ignored silently. Fields of coding agents that
+have no use in training (`cache_control`, `thinking`, signatures, beta features) are counted.
 
 - `system` is the first message. Text blocks are joined without separator.
 - The `tool_result` blocks of a user message are tool messages, before or after its other blocks as
-  they come. `is_error` is counted: the content says what went wrong.
+  they come. `is_error` is only counted: the content describes the error.
 - `thinking` blocks of the assistant are its reasoning.
 """
 
@@ -50,10 +49,10 @@ def read_anthropic_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """Parses a request's body.
 
     Args:
-        allowed: Takes what is let pass.
+        allowed: Counts what is ignored in the request.
 
     Raises:
-        ApiError: The request cannot be answered; the message says why.
+        ApiError: The request cannot be answered; the message names the cause.
     """
     given = read_given(body)
     _check_names(given, allowed)

@@ -1,7 +1,7 @@
 """The answer to a chat completion: turns as OpenAI's JSON, whole or as a stream.
 
-Invariant: pure; both forms have the same content. A stream has text as it is sampled; calls come
-complete at the end of their turn, because the parser needs the whole of it to tell what is a call.
+Invariant: pure; both forms have the same content. A stream sends text as it is sampled, and calls
+at the end of their turn, because the parser needs the whole turn to recognise them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,7 +64,7 @@ class ChatAnswer:
             yield self._event(index, {"content": delta.content}, logprobs=logprobs)
 
     def end(self, turns: Sequence[CapturedTurn]) -> Iterator[bytes]:
-        """Yields the calls, why each turn ended, and the usage if it is asked for."""
+        """Yields the calls, why each turn ended, and the usage if requested."""
         for index, turn in enumerate(turns):
             for number, call in enumerate(turn.parsed.message.tool_calls):
                 yield self._event(index, {"tool_calls": [{"index": number, **written_call(call)}]})

@@ -82,11 +82,11 @@ def read_responses_request(
     """Parses a request's body.
 
     Args:
-        allowed: Takes what is let pass.
+        allowed: Counts what is ignored in the request.
         answered: The conversations up to earlier answers, by the answers' ids.
 
     Raises:
-        ApiError: The request cannot be answered; the message says why.
+        ApiError: The request cannot be answered; the message names the cause.
     """
     given = read_given(body)
     _check_names(given, allowed)

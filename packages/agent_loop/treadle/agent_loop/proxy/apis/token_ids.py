@@ -52,10 +52,10 @@ def read_token_request(body: bytes, allowed: Allowances) -> AgentRequest:
     """Parses a request's body.
 
     Args:
-        allowed: Takes what is let pass.
+        allowed: Counts what is ignored in the request.
 
     Raises:
-        ApiError: The request cannot be answered; the message says why.
+        ApiError: The request cannot be answered; the message names the cause.
     """
     given = read_given(body)
     params = given.get("sampling_params", {})

@@ -2,15 +2,14 @@
 
 Invariants:
 
-1. An answer is used for as long as the router said that it is valid. Then the router is asked
-   again. The request contains the last answer, so that a restarted router learns where the
-   session is.
+1. An answer is used for the validity time that the router gave. Then a new request is sent, which
+   contains the last answer, so that a restarted router learns where the session is.
 2. While the router is unreachable, a session with an answer continues with it, without waiting. A
    new session waits for the router, until its deadline.
 3. Finished sessions are reported to the router in the background, in a few attempts at most. If
-   all of them fail, the router's lease frees the slot. They wait for others to be reported with,
-   at most a twentieth of the time for which answers are valid.
-4. Sessions that need not wait for room are opened together; one that does asks alone.
+   all of them fail, the router's lease frees the slot. Reports are batched, and wait at most a
+   twentieth of the validity time.
+4. Sessions that need not wait for room are opened together; one that must wait has its own call.
 
 The caller waits in `open` for the router's answer, bounded by `wait_s`; `finish` never waits. The
 two tasks here, which open sessions and report finished ones, are owned by `connect`.
@@ -212,7 +211,7 @@ class RemoteRouter:
     async def _ask_until(
         self, request: pb.OpenSessionRequest, deadline: float, last: _Answer | None
     ) -> str | None:
-        """Asks the router until it answers or the deadline comes; `last` may be used meanwhile."""
+        """Calls the router until it answers or the deadline comes; `last` may be used meanwhile."""
         avoid = request.avoid_addresses
         failure: RpcFailure | None = None
         while True:

@@ -3,7 +3,7 @@
     python -m treadle.agent_loop.rpc.router --address 127.0.0.1:5000 --replica 127.0.0.1:4000
 
 Invariant: the exit code is 0 only after a graceful shutdown, 2 for invalid arguments, and 1 if the
-router cannot serve, with one line that says why. The ready file exists exactly while the router
+router cannot serve; one line names the cause. The ready file exists exactly while the router
 serves.
 
 The main task waits for SIGTERM or SIGINT.

@@ -1,8 +1,8 @@
 """Occupancy: for how long each replica has had open sessions.
 
-A replica without a call that has open sessions waits for their tools; one without any session waits
-for trajectories. A call belongs to a session, so the time that waited for tools is the occupied
-time without the time in which the replica had sequences, which it tells itself.
+A replica with open sessions and no call waits for tools; one without sessions waits for
+trajectories. A call belongs to a session, so the time spent waiting for tools is the occupied time
+minus the time in which the replica had sequences, which the replica reports.
 
 Invariant: the seconds of a replica never fall, also after it was removed.
 """

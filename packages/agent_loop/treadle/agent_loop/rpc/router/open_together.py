@@ -1,7 +1,7 @@
-"""Sessions that are opened together: those that ask while a call is in flight share the next one.
+"""Batched opening of sessions: the requests made while a call is in flight share the next one.
 
-Invariant: at most one call is in flight. So a session that asks alone is sent at once, and under
-load a call opens many: what a call costs worker and router is per call.
+Invariant: at most one call is in flight. So a single request is sent at once, and under load one
+call opens many sessions, which divides the cost of a call among them.
 
 The caller waits in `ask`. `run`, a task of the channel's owner, makes the calls.
 """
@@ -31,7 +31,7 @@ class OpenTogether:
         self._offered = True
 
     async def ask(self, request: pb.OpenSessionRequest) -> pb.OpenSessionResponse | None:
-        """Returns the router's answer; None: it has none without a wait, ask it by OpenSession.
+        """Returns the router's answer; None if the session needs a call of OpenSession.
 
         Raises:
             grpc.aio.AioRpcError: The call failed.

@@ -1,9 +1,9 @@
-"""The session queue: asks the policy for a session's replica, and waits when there is no room.
+"""The session queue: gets a session's replica from the policy, and waits when there is no room.
 
 Invariants:
 
-1. A session for which the policy has no room waits here. The policy is asked again, oldest
-   session first, when a session has finished or a replica was added, came back or was removed.
+1. A session for which the policy has no room waits here. When a session has finished or a replica
+   was added, came back or was removed, the policy chooses again, for the oldest session first.
 2. A waiter that gives up (deadline, cancellation) does not delay those behind it.
 3. If no session got a slot for `stall_s` and some wait, the first of them proceeds without room:
    sessions that hold slots may wait for it, as a conversation waits for its sub-agent's.
@@ -185,7 +185,7 @@ class SessionQueue:
         at: str | None = None,
         ignore_capacity: bool = False,
     ) -> str | NoReplica:
-        """Asks the policy, and notes which replicas have sessions now."""
+        """Lets the policy choose, and records which replicas have sessions now."""
         left = self.router.pinned(session_id)
         place = self.router.pick(
             session_id,

@@ -1,4 +1,4 @@
-"""The judge's model: asks it one question and returns its text.
+"""The judge's model: sends it one question and returns the text of its answer.
 
 `OpenAiModel` uses the official client, which retries what may pass (connections, 408, 409, 429,
 5xx) with growing waits. `ServedModel` renders the chat and samples on rollout servers, whose client
@@ -43,7 +43,7 @@ class ModelAnswer:
 
 
 class ModelError(Exception):
-    """The model gave no answer; the message says where and why."""
+    """The model gave no answer; the message gives its address and the cause."""
 
 
 class JudgeModel(Protocol):

@@ -76,8 +76,8 @@ class Rubric:
     Attributes:
         criteria: There is at least one, never none.
         system: The judge's system message; None for none.
-        accuracy: Name of the criterion whose best verdict means a right answer; None if the rubric
-            does not tell right from wrong.
+        accuracy: Name of the criterion whose best verdict means a right answer; None if no
+            criterion does.
         max_tokens: Maximum length of a judgement, in tokens.
         timeout_s: Maximum duration of one attempt at a judgement.
         max_attempts: Requests for one judgement, counting answers without a verdict and, at an

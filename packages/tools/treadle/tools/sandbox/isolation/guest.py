@@ -2,8 +2,8 @@
 
 Invariant: the program is a child that holds nothing of the supervisor's (no descriptor above 2,
 no way to signal or trace process 1), and when the supervisor ends, the kernel ends every process
-of the sandbox. It ends when no reader of its report is left. What the supervisor says is untrusted
-outside: a wrong result is the worst that it can cause.
+of the sandbox. It ends when no reader of its report is left. Its report is untrusted outside: a
+wrong result is the worst that it can cause.
 
 It is compiled outside and passed to `python -c`, never imported inside. Every program pays for its
 imports, so it avoids `json` (which needs `re`), `signal` (needs `enum`) and `typing`.
@@ -237,9 +237,9 @@ def _proportional_bytes(pid: str, task: str) -> int:
 def _fetch(names: tuple[str, ...], budget: int) -> Iterator[tuple[str, bytes]]:
     """Regular files, as long as they fit; nobody can change them now.
 
-    A relative name is one below the work directory; an absolute one may be anything that the
-    program could read, which what `/proc` says of this process is not. The kernel follows links, 40
-    at most: a program may leave any number.
+    A relative name is one below the work directory. An absolute one may be any file that the
+    program could read, so none of `/proc`, which describes this process. The kernel follows at most
+    40 links, because a program may leave any number.
     """
     proc = os.stat("/proc").st_dev
     for name in names:

@@ -1,4 +1,4 @@
-"""One sandboxed interpreter: started, with libraries imported if asked, and used for one program.
+"""One sandboxed interpreter: started, with libraries imported on request, and used for one program.
 
 Invariant: a worker runs one program at most, and when `run` or `kill` returns no process of it is
 alive, whatever the program forked: process 1 of its namespace has ended, and with it the kernel
@@ -58,7 +58,7 @@ _REASONS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Report:
-    """The end of the program, as the supervisor said or, where it was killed, as we know."""
+    """The end of the program: the supervisor's report, or our own after we killed it."""
 
     ended_for: str
     return_code: int = -signal.SIGKILL
@@ -131,7 +131,7 @@ class WorkerProcess:
             cgroups: Where the program gets a cgroup; None: it has none.
 
         Raises:
-            SandboxError: It did not start; with what it said.
+            SandboxError: It did not start; the message has its error output.
         """
         spawning = asyncio.create_task(cls._spawn(launcher, filter_program, limits, preload))
         try:
@@ -269,7 +269,7 @@ class WorkerProcess:
 
         Raises:
             UnsupportedProgramError: Its files do not fit, or their names contradict each other.
-            SandboxError: The worker died, or said what it cannot say.
+            SandboxError: The worker died, or its report is invalid.
         """
         outputs = self._outputs
         stdin = self._process.stdin
@@ -315,7 +315,7 @@ class WorkerProcess:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _believable(self, said: bytes, stderr: str) -> _Report:
-        """Returns what the supervisor said at the end, in so far as it has the right shape."""
+        """Returns the supervisor's final report, whose form is checked."""
         if not said:
             raise SandboxError(f"the sandbox ended before its program did: {stderr[-500:]!r}")
         try:
