@@ -5,6 +5,6 @@ it checks, `server_harness.py` how a check talks to a server, `contracts/` the s
 must pass, `client/` the client of a server.
 
 From `treadle.rollout_server` the kit imports four modules: `engine` (the protocol and its
-types), `errors`, `address` and `safetensors_file`. It never imports how our server works, and asks
-it only over gRPC; import-linter enforces this. `checks/` imports types from `engine` alone.
+types), `errors`, `address` and `safetensors_file`. It imports none of our server's implementation
+and reaches it only over gRPC; import-linter enforces this. `checks/` imports only `engine`'s types.
 """

@@ -47,10 +47,10 @@ Frame: TypeAlias = bytes | bytearray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The loss tokens of one micro-batch, [T] each, float32 where nothing else is said.
+    """The loss tokens of one micro-batch, [T] each. Flags are bool, other [T] tensors float32.
 
-    Log-probabilities that the sequences do not carry are None, except `old_logprobs_T`: without
-    them it is `logprobs_T` detached.
+    Log-probabilities that the sequences do not carry are None, except `old_logprobs_T`, which is
+    then `logprobs_T` detached.
 
     Attributes:
         logprobs_T: Log-probabilities under the policy that is trained; they carry the gradient.
@@ -155,7 +155,7 @@ class TrainedBackend(Protocol):
         ...
 
     def release_memory(self) -> None:
-        """Takes off the device what `policy.offload` says, until a method needs it."""
+        """Moves the parts named by `policy.offload` off the device until a method needs them."""
         ...
 
     def take_offload_report(self) -> OffloadReport:
@@ -213,7 +213,7 @@ class PolicyBackend(TrainedBackend, Protocol):
         ...
 
     def sum_over_shards(self, values_M: NDArray[np.float32]) -> NDArray[np.float32]:
-        """Returns [M] numbers of the loss tokens of a batch, of which each rank knows its shard's.
+        """Returns the [M] values of all loss tokens of a batch, added over the ranks' shards.
 
         Args:
             values_M: 0 for the tokens of outlines (see `shards`).

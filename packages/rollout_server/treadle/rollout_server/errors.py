@@ -80,7 +80,7 @@ class PlaceholderMismatch(RolloutServerError):
 
 
 class CapabilityMissing(RolloutServerError):
-    """The engine cannot do what the call asks for."""
+    """The engine lacks a capability that the call needs."""
 
     def __init__(self, engine: str, capability: str) -> None:
         super().__init__(
@@ -203,8 +203,8 @@ class DeltaBaseMismatch(RolloutServerError):
 class CollectiveBroken(RolloutServerError):
     """The collective group of an update ended before the update did.
 
-    A member failed, died, did not join, or was told to stop. The message says which group and
-    why; begin again in another group.
+    A member failed, died, did not join, or was stopped. The message names the group and the
+    cause; begin again in another group.
     """
 
 

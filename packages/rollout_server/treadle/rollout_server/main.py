@@ -1,8 +1,8 @@
 """The process: configuration, signals, ready file, exit; or `doctor`, which checks the host.
 
 Invariant: the exit code is 0 only after a graceful shutdown; 2 if the configuration is invalid;
-1 if it cannot be served, with one line that says why. The ready file exists exactly while the
-server serves.
+1 if it cannot be served, with one line that names the cause. The ready file exists exactly while
+the server serves.
 
 Who waits: the main task, for SIGTERM, SIGINT, or the end of the parent process. A second signal
 does not shorten the shutdown, which takes at most `shutdown_grace_s`.

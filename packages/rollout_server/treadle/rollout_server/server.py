@@ -1,6 +1,6 @@
 """The server: one replica behind one port.
 
-Invariant: the port is bound and health says NOT_SERVING before the engine loads, and
+Invariant: the port is bound and health reports NOT_SERVING before the engine loads, and
 serving begins only with a loaded engine. Leaving `serve` first stops admission, then lets
 completions finish for `shutdown_grace_s`, cancels the rest, and frees the engine last.
 

@@ -34,7 +34,7 @@ def unknown(what: str, value: object, fix: str) -> ServiceError:
 
 
 def gone(what: str, value: object, fix: str) -> ServiceError:
-    """Returns the error about something that is there no longer, so that it is asked for anew."""
+    """Returns the error about something that no longer exists, with the way to replace it."""
     return ServiceError(f"{what} {value!r} is gone: {fix}", status=410)
 
 

@@ -17,7 +17,7 @@ from treadle.conformance.settings import KitSettings
 
 
 class _FromCommandLine(RemoteContract):
-    """Sets what the command line says about the server."""
+    """Applies the command line's settings of the server to the suites."""
 
     @pytest.fixture(autouse=True)
     def _take_settings(self, settings: KitSettings) -> Iterator[None]:

@@ -445,7 +445,7 @@ class CheckRefusals(Checks):
         assert (found.code, found.reason) == ("UNIMPLEMENTED", "CAPABILITY_MISSING")
 
     async def test_a_constraint_that_nothing_can_read_is_refused(self) -> None:
-        """Without a form, with an empty one, and with one that the engine does not know."""
+        """The constraint has no form, an empty one, or text that the engine cannot parse."""
         async with self.connect() as server:
             if not server.capabilities.constrained_sampling:
                 pytest.skip("the server does not constrain the sampling")

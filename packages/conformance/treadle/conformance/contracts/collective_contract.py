@@ -1,7 +1,7 @@
 # ruff: noqa: D102  (a test's name says what it shows)
 """The collective part of the engine contract: broadcasts from senders to an engine's workers.
 
-The test is the sender, so it knows what is sent and what is not.
+The test is the sender, so it controls which broadcasts happen and which do not.
 
 Needs torch.
 """

@@ -53,7 +53,7 @@ class Output:
 
 
 class Reader:
-    """Reads one sequence in a task and tells when its first tokens have arrived."""
+    """Reads one sequence in a task; `first_tokens` waits for its first tokens."""
 
     def __init__(self, engine: Engine, request: EngineRequest) -> None:
         self._first = asyncio.Event()

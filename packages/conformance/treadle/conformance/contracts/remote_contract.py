@@ -1,8 +1,8 @@
 """Runs the engine contract against a server; one server serves many tests.
 
-Invariant: each test starts with the weights it asks for, nothing in flight and, unless `fresh` is
-false, empty prefix caches, because it begins with an update. If there are no weights to send, the
-server's weights count as set 0, and tests that need set 1 are skipped.
+Invariant: each test starts with the weight set that it names and with nothing in flight. Unless
+`fresh` is false, it begins with an update, so prefix caches are empty. If there are no weights to
+send, the server's weights count as set 0, and tests that need set 1 are skipped.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -64,7 +64,7 @@ class RemoteContract(ContractBase):
     """Inherit from this before a contract, and define a fixture `target` in the module.
 
     A subclass for a large model sets `fresh` to False: a test then begins with an update only if
-    the server has other weights than the test asks for.
+    the server does not hold the weight set that the test names.
     """
 
     ends = False

@@ -217,7 +217,7 @@ class SamplingContract(ContractBase):
     async def test_draws_follow_the_distribution_that_is_reported(
         self, sampling: dict[str, Any]
     ) -> None:
-        """Each id is drawn as often as its log-prob says, within six standard deviations."""
+        """The frequency of each id matches its log-prob within six standard deviations."""
         async with self.engine() as engine:
             outputs = await run_all(
                 engine,

@@ -17,7 +17,7 @@ from treadle.conformance.tinker.client import Failed, RemoteService
 __all__ = ["run"]
 
 _PARTS: Final = ("handshake", "training", "sampling", "state", "paths")
-"""The order of the run. The last asks for each path with an empty body."""
+"""The order of the run. The last part sends a request with an empty body to each path."""
 
 
 class _Plugin(Collector):

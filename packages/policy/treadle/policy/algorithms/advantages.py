@@ -308,10 +308,10 @@ def _in_groups(outcomes: Outcomes, of_group: Callable[[list[float]], list[float]
 
 
 def without_noise(rewards: Sequence[float]) -> list[float]:
-    """Returns the rewards of a group, equal where only rounding tells them apart.
+    """Returns the rewards of a group, made equal where they differ only by rounding.
 
-    Sums of a reward's parts in another order differ in the last bits: 0.1 + 0.2 is not 0.3. The
-    least of the values that are within 1e-9 of each other, relatively, stands for all of them.
+    Sums of a reward's parts in another order differ in the last bits: 0.1 + 0.2 is not 0.3. Values
+    within a relative 1e-9 of each other are all replaced by the smallest of them.
     """
     known: list[float] = []
     for reward in sorted(rewards):

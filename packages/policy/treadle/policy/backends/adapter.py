@@ -93,7 +93,7 @@ def _read(
 def peft_settings(
     lora: LoraConfig, adapted: Sequence[str], *, base: str, sees: bool = False
 ) -> dict[str, Any]:
-    """Returns what adapter_config.json says of an adapter of these matrices.
+    """Returns the content of adapter_config.json for an adapter of these matrices.
 
     Args:
         sees: Whether the model has a vision tower, which has no adapters.

@@ -1,7 +1,7 @@
 """The loss tokens of a batch, and the statistics of a step over them, for any backend.
 
-Slots number the loss tokens of the whole batch, in the order of its sequences. What a micro-batch
-knows of its loss tokens are tensors, which `LossBatch` makes.
+Slots number the loss tokens of the whole batch, in the order of its sequences. `LossBatch` makes
+the tensors of each micro-batch's loss tokens.
 
 Shape suffixes: T loss tokens and S samples of a micro-batch, M loss tokens of the batch.
 """

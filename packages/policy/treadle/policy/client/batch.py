@@ -110,14 +110,14 @@ def input_length(sequence: TrainSequence) -> int:
 
 
 class MicroBatchRoom:
-    """Finds sequences that no micro-batch has room for; says it once, and when they get longer."""
+    """Finds sequences longer than a micro-batch; reports them once, and after 25 % growth again."""
 
     def __init__(self, config: PolicyConfig) -> None:
         self._room = self._told = config.micro_batch_tokens * config.parallel.context
         self._context = config.parallel.context
 
     def too_long(self, sequences: Sequence[TrainSequence]) -> str | None:
-        """Returns what is to be said of a batch; None: nothing, or nothing new."""
+        """Returns the warning for a batch; None if no sequence is too long or much longer yet."""
         lengths = [input_length(sequence) for sequence in sequences]
         longest = max(lengths, default=0)
         if longest <= self._told:

@@ -109,7 +109,7 @@ def tensor_shapes(file: Path) -> Iterator[tuple[str, list[int]]]:
 
 
 def _tensors(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the name of each tensor of a safetensors file, and what its header says of it."""
+    """Yields the name of each tensor of a safetensors file, and its entry in the header."""
     with file.open("rb") as stream:
         size = int.from_bytes(stream.read(8), "little")
         header = stream.read(size) if size < file.stat().st_size else b"{}"

@@ -4,14 +4,14 @@ Invariants:
 
 1. Each sequence has one shard, the number of the data-parallel group that computes it, for all
    passes and optimizer steps of a command.
-2. A rank has the whole batch as far as a plan needs it (lengths, loss masks, what is there), and
-   the values of its own shard only. A sequence of another shard is an *outline*: zeros in place of
-   values, which nothing may compute with (`Packer.micro_batch` refuses).
-3. Decoded, a shard trains as the whole batch would: what shards add up is equal but for rounding.
+2. A rank has what a plan needs of the whole batch (lengths, loss masks, which fields are present),
+   and the values of its own shard only. A sequence of another shard is an *outline*: it has zeros
+   for values, and must not be used in computations (`Packer.micro_batch` refuses).
+3. Decoded, a shard trains as the whole batch would: sums over shards are equal but for rounding.
 
 Encoded, a token takes 4 bytes for its id and, if it is a loss token, 4 per number and 1 bit per
-flag that it carries; masks are runs. A shard is a message, `treadle.policy.v1.Shard`, which says
-where each array lies in its memory, and that memory. The driver makes no object per token. Images
+flag that it carries; masks are runs. A shard is a message, `treadle.policy.v1.Shard`, which gives
+the offset of each array in a memory, and that memory. The driver makes no object per token. Images
 that several sequences of a shard show travel once.
 
 Nothing here imports torch: the driver shards its batches.
@@ -140,7 +140,7 @@ class Shard:
 def encode(
     sequences: Sequence[TrainSequence], shards: Sequence[int], num_shards: int, *, batch: int = 0
 ) -> Iterator[Shard]:
-    """Yields the shards of a batch by number, each encoded when it is asked for.
+    """Yields the shards of a batch by number, each encoded when the iterator advances.
 
     Args:
         shards: The shard of each; see `assign`.

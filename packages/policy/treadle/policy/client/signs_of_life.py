@@ -1,11 +1,11 @@
-"""Signs of life: how the driver tells a rank that computes from one whose process stands still.
+"""Signs of life: how the driver detects a rank whose process stands still.
 
-A rank sends one every so often while it executes a request, from a separate thread. So a rank
+A rank sends one at fixed intervals from a separate thread while it executes a request. So a rank
 that computes for an hour, or waits for another rank, is heard; a process that was stopped, or whose
-machine stands still, is not. Ranks that wait for each other forever are heard too: what ends them
-is the time limit of the operation (`policy.collective_timeout_s`).
+machine stands still, is not. Ranks that wait for each other forever are heard too; the time limit
+of the operation (`policy.collective_timeout_s`) ends them.
 
-A long import of a compiled library holds Python's lock, and is silent for as long.
+A long import of a compiled library holds Python's lock and sends no sign meanwhile.
 """
 
 import os

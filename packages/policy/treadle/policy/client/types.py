@@ -293,7 +293,7 @@ class StepStats(LossStats):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One weight as the rollout engine knows it, and the rank that sends it.
+    """One weight under its name in the rollout engine, and the rank that sends it.
 
     Attributes:
         sender: Global rank that sends what its `export_weights` yields.

@@ -89,10 +89,10 @@ class AlgorithmConfig(BaseModel):
     """gae: weight of later temporal differences. 1: the return minus the critic's value; lower
     numbers trust the critic more. Below 1 only with gae."""
     dynamic_sampling: Literal["reward", "accuracy"] | None = None
-    """Replace groups without signal by those of further rows, as DAPO does. reward: groups whose
-    rewards are all equal; accuracy: whose answers are all right or all wrong, where the reward
-    tells. Only with an advantage that compares the trajectories of a row, so not with
-    gae, reinforce_plus_plus or remax. Null: train on all groups."""
+    """Replace groups without signal by groups of further rows, as DAPO does. reward: groups whose
+    rewards are all equal. accuracy: groups whose accuracies are all equal; rewards decide if a
+    trajectory has no accuracy. Only with an advantage that compares the trajectories of a row,
+    so not with gae, reinforce_plus_plus or remax. Null: train on all groups."""
     max_generation_batches: int = Field(default=10, ge=1)
     """Maximum number of batches of data.prompts_per_step rows that a step samples with
     dynamic_sampling. After that, groups without signal fill the step, and places are empty where

@@ -25,7 +25,7 @@ def from_json(section: type[T], text: str) -> T:
     """Returns the section that was written.
 
     Raises:
-        SetupError: It has a key or a value that this version does not know.
+        SetupError: It has a key or a value that this version does not support.
     """
     try:
         return section.model_validate(json.loads(text))

@@ -72,7 +72,7 @@ _CAUSES: Final[Mapping[str, RankCause]] = {
     **dict.fromkeys(("Save", "SaveCritic", "SaveHf", "SaveAdapter"), "save"),
     **dict.fromkeys(("GetPolicyInfo", "ReportTime", "ReportOffload", "Stop"), "waiting"),
 }
-"""What the time of a request goes to, unless a part of it says otherwise; else to weights."""
+"""The cause of a request's time; parts may name their own cause. Other requests: weights."""
 
 
 class PolicyRank:
@@ -393,7 +393,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def serve(server: RankServer, rank: PolicyRank) -> bool:
-    """Executes requests until told to stop; returns False after one that failed."""
+    """Executes requests until one is `Stop`; returns False after one that failed."""
     for asked in server:
         request = asked.request
         try:

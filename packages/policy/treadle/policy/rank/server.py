@@ -53,7 +53,7 @@ class Asked:
 
 
 class RankServer:
-    """A context manager, which serves until it is left; iterating it gives what is asked.
+    """A context manager that serves until it is left; iterating over it gives the requests.
 
     Iteration ends when the driver is gone.
     """

@@ -328,7 +328,7 @@ def _of_all(
     sequences: Sequence[TrainSequence],
     values: Sequence[NDArray[np.float32]],
 ) -> NDArray[np.float32]:
-    """Returns [M] numbers of all loss tokens, of which this rank may know its shard's only.
+    """Returns the [M] values of all loss tokens, where this rank may hold only its shard's.
 
     Args:
         values: [M] of each sequence; nothing is read of an outline's.

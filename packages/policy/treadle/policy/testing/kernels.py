@@ -1,7 +1,7 @@
-"""Counts what a step asks of a device: kernels, and waits of the host.
+"""Counts the work of a step on a device: kernels, and waits of the host.
 
-On a CPU too: torch's operations are the same there, except that some which are one kernel on a GPU
-are several.
+It works on a CPU too, where torch runs the same operations, except that some single GPU kernels
+are several there.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _READS: Final = frozenset(
 
 
 class Kernels(TorchDispatchMode):
-    """Counts operations that are no views.
+    """Counts operations other than views.
 
     Attributes:
-        names: How often each was asked for.
+        names: Number of calls of each operation.
         waits: The operations that copy a number to the host.
     """
 

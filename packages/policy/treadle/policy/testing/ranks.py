@@ -41,11 +41,11 @@ _TIMEOUT_S: Final = 900.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What one process is told.
+    """The argument of one process.
 
     Attributes:
         rank: Counted from 0, without gaps.
-        folder: Empty, shared by the ranks: for the files in which worlds meet.
+        folder: Empty folder that all ranks share, for the rendezvous files of their worlds.
     """
 
     rank: int

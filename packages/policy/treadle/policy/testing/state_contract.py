@@ -95,7 +95,7 @@ class StateContract(ContractBase):
             other.load(tmp_path / "a")
 
     def check_damaged(self, policy: PolicyBackend, directory: Path) -> None:
-        """Damages copies of a checkpoint of the backend's format, and checks what `load` says."""
+        """Damages copies of the backend's checkpoint, and checks that `load` refuses them."""
 
     def test_a_model_in_bfloat16_is_read_into_float32(
         self, folder: Path, tmp_path: Path, open_policy: OpenPolicy

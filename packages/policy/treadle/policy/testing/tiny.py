@@ -1,4 +1,4 @@
-"""Tiny models and batches for tests: random, reproducible, and written where the test says."""
+"""Tiny models and batches for tests: random, reproducible, in a folder that the test chooses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The control side of one server: Begin, Get, Commit, Abort; pause and memory; the handshake.
 
 The policy's ranks send the bytes themselves (`transports/`). Every call has a deadline. A failure
-is a `WeightSyncError` that says what to do.
+is a `WeightSyncError` that names the remedy.
 """
 
 from collections.abc import Awaitable, Callable, Iterable
@@ -59,7 +59,7 @@ class WeightSyncClient:
         """Opens a channel without a call.
 
         Args:
-            control_deadline_s: Maximum time for a call that changes or tells the state.
+            control_deadline_s: Maximum time for a call that changes or reads the state.
             commit_deadline_s: Maximum time for a call that waits for completions or for the engine.
             security: How the server is reached; None: in plain text.
 
@@ -106,7 +106,7 @@ class WeightSyncClient:
         await self._call("RestoreMemory", self._server.RestoreMemory, request, self._commit_s)
 
     async def begin(self, request: pb.BeginUpdateRequest) -> pb.BeginUpdateResponse:
-        """Opens or finds the update; the answer says how much of each tensor the server holds."""
+        """Opens or finds the update; the answer gives the bytes of each tensor that are held."""
         # Before it answers, a server reads files, or ends its completions for an update in place.
         # Either may take as long as a commit.
         long = request.HasField("file") or request.HasField("in_place")

@@ -8,8 +8,8 @@ each weight's CRC-32.
 Who waits for whom: the driver waits for all ranks. Servers that hold their changes wait for those
 that get the whole weights; all commit after that.
 
-Invariants. Driver: a server is sent changes only of a version that it committed and was asked to
-keep. A server that turns out not to hold it answers DELTA_BASE_MISMATCH and gets everything in the
+Invariants. Driver: changes go only to servers that committed the base version with `keep_base`. A
+server that no longer holds it answers DELTA_BASE_MISMATCH and gets everything in the
 same round, as does a server that could not read the files of changes. Nobody commits before every
 server holds every byte of what it is sent, with two exceptions: a server whose base was damaged,
 which it can notice only at its commit, and a server that could not read the files of the weights.
@@ -20,7 +20,7 @@ made from what they were sent. Changes are found by comparing bits, so a server 
 version and applies them holds the present weights bit for bit, NaNs and signed zeros included.
 
 A rank needs host memory for a second copy of its share, and for the changes until the next
-`compute`. A weight is encoded as `BeginUpdateRequest.delta` says: n (uint64), n positions (uint32),
+`compute`. A weight is encoded as in `BeginUpdateRequest.delta`: n (uint64), n positions (uint32),
 n values.
 """
 

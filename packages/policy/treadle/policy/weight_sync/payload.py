@@ -59,12 +59,12 @@ def own_weights(
 
 
 def tensor_spec_to_proto(spec: TensorSpec, element_type: str) -> pb.TensorSpec:
-    """Returns what Begin says of a weight that is sent as `element_type`."""
+    """Returns the entry in Begin of a weight that is sent as `element_type`."""
     return pb.TensorSpec(name=spec.name, element_type=_PROTO[element_type], shape=spec.shape)
 
 
 def specs_response(specs: Iterable[TensorSpec]) -> weights_pb.GetWeightSpecsResponse:
-    """Returns what a rank says of its weights."""
+    """Returns the specs of a rank's weights as the response message."""
     return weights_pb.GetWeightSpecsResponse(
         specs=(
             weights_pb.WeightSpec(
@@ -76,7 +76,7 @@ def specs_response(specs: Iterable[TensorSpec]) -> weights_pb.GetWeightSpecsResp
 
 
 def specs_of(response: weights_pb.GetWeightSpecsResponse) -> tuple[TensorSpec, ...]:
-    """Returns what a rank said of its weights."""
+    """Returns the specs of the weights in a rank's response."""
     return tuple(
         TensorSpec(
             name=spec.name,

@@ -1,7 +1,7 @@
 """The publisher: sends one weight version to all servers.
 
-Invariant: no server is told to commit before every server in the rotation holds every byte, so that
-the servers disagree only for as long as the commits take. A server that fails on the way, or at its
+Invariant: no server gets a commit before every server in the rotation holds every byte, so that the
+servers disagree only for as long as the commits take. A server that fails on the way, or at its
 commit, is aborted and named in the report; the others continue.
 
 Each transport sends the bytes its own way (`transports/`, `delta.py`). What they share (Begin,

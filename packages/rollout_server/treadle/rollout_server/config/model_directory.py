@@ -17,7 +17,7 @@ _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE
 
 
 class ModelPathError(ValueError):
-    """`model.path` leads to no model; the message says what to do."""
+    """`model.path` leads to no model; the message names the remedy."""
 
 
 def model_directory(path: Path) -> Path:

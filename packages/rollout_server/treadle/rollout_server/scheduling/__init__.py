@@ -1,5 +1,5 @@
 """Scheduling: which completion runs, which waits, and what state the server is in.
 
 Here live the request queue, admission, the lifecycle and the controller of the engine. Nothing
-here knows gRPC; `services/` translates.
+here depends on gRPC; `services/` translates.
 """

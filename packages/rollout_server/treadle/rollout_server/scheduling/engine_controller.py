@@ -1,9 +1,9 @@
-"""The engine controller: one server's engine, what it was last told, and which calls it admits.
+"""The engine controller: one server's engine, its state, and which calls it admits.
 
-Invariant: only the holder of `control` tells the engine to pause, resume, load or release. The
-lifecycle says beforehand what the engine is about to do, and a failing engine moves it to FAILED
-before any caller gets the error. While the weights are a mixture (an update in place ended without
-its commit) the state is LOADING or UPDATING and the engine is paused.
+Invariant: only the holder of `control` pauses, resumes, loads or releases the engine. The state
+leaves SERVING before the engine pauses and returns only after it resumes; a failure of the engine
+moves it to FAILED before any caller gets the error. While the weights are a mixture (an update in
+place ended without its commit), the state is LOADING or UPDATING and the engine is paused.
 
 Who waits: `enter_update` for the sequences that its policy names, and a task owned here for the
 engine's own failure, which rejects every queued call.
@@ -40,7 +40,7 @@ class EngineController:
         lifecycle: The state of the server now.
         admission: Number of calls that run and that wait.
         queue: Where calls wait for the engine.
-        control: Held while telling the engine what to do.
+        control: Lock held for each command to the engine.
         pauses: When the engine kept running sequences without sampling.
         released: Device memory that the engine has released.
         weight_version: Version last committed; 0 before any update.
@@ -87,7 +87,7 @@ class EngineController:
         return self.loaded_engine
 
     def engine_for(self, policy: InFlightPolicy) -> Engine:
-        """Returns the engine, if it knows the policy.
+        """Returns the engine, if it supports the policy.
 
         Raises:
             CapabilityMissing: It does not.
@@ -99,7 +99,7 @@ class EngineController:
         return engine
 
     def not_serving(self) -> NotServing:
-        """Returns the error that says why no call is admitted now, and when to try again."""
+        """Returns the error with the state in which no call is admitted, and when to try again."""
         state = _MIXED if self.mixed else self.state.value
         return NotServing(state, self.admission.retry_after_s())
 
@@ -128,7 +128,7 @@ class EngineController:
 
         Raises:
             StateConflict: Their memory is released.
-            RolloutServerError: There is no engine, or it does not know the policy.
+            RolloutServerError: There is no engine, or it does not support the policy.
         """
         self.engine_for(policy)
         if MemoryKind.WEIGHTS in self.released:

@@ -39,7 +39,7 @@ TRANSITIONS: Mapping[ServerState, frozenset[ServerState]] = MappingProxyType(
 
 
 class IllegalTransition(AssertionError):
-    """Our own code asked for a step that is not in the table."""
+    """Our own code tried a transition that is not in the table."""
 
 
 class Lifecycle:

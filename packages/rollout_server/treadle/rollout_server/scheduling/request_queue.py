@@ -2,7 +2,7 @@
 
 Invariant: a task is inside `slot()` exactly while its ticket runs in `Admission`. Leaving, for
 whatever reason, gives the slot to the next call. An engine may keep an admitted sequence waiting,
-so an admitted call counts as started only once it says so.
+so an admitted call counts as started only once `Slot.started` is called.
 
 Who waits: a queued call, on its own future. Who wakes it: a call that leaves, `resume_admission`,
 or `reject_waiting`, which ends every call that has not started, queued or admitted, with an error.

@@ -15,7 +15,7 @@ ever falls. The event loop notes changes; any thread may read.
 A sequence is in prefill from its admission to its first token. Engines read prompts and sample in
 the same step, so while some sequences are in prefill and others sample, the time is divided in
 proportion to their numbers. An engine that is given more sequences than it has slots lets the
-others wait; they count in neither. vLLM and SGLang tell of a sequence with its first token, so a
+others wait; they count in neither. vLLM and SGLang report a sequence with its first token, so a
 sequence that waits within them while slots are free counts as prefill.
 """
 

@@ -1,9 +1,9 @@
 """The record of one Generate call: its times, its counts, and its spans.
 
-Invariant: events are timed when the engine tells of them, and counted when they are about to be
-sent. The time of a call is `queue` before its sequence starts, `prefill` before its first token,
-and `decode`; `paused` is the part of the latter two in which the engine sampled nothing. The spans
-are recorded when the call ends, below the one that is open then.
+Invariant: events are timed when the engine reports them, and counted when they are about to be
+sent. The time of a call is `queue` until its sequence starts, `prefill` until its first token, then
+`decode`; `paused` is the part of the latter two in which the engine sampled nothing. The spans are
+recorded when the call ends, below the span that is open then.
 """
 
 import logging

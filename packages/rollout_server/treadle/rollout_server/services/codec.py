@@ -100,7 +100,7 @@ def decode_generate(request: gen.GenerateRequest, info: EngineInfo) -> EngineReq
         InvalidField: A value is not accepted.
         PromptTooLong: The prompt leaves no room for a token.
         ImageUnreadable: The bytes of an image do not begin like its media type.
-        CapabilityMissing: The engine cannot do what is asked.
+        CapabilityMissing: The engine lacks a capability that the request needs.
     """
     check_text("request_id", request.request_id, least=1, at_most=MAX_ID_BYTES)
     check_text("session_id", request.session_id, least=0, at_most=MAX_ID_BYTES)

@@ -2,13 +2,13 @@
 
 Invariants:
 
-1. A completion that has begun ends with its status, whatever becomes of the others; then its
-   sequence has left the engine. It has none where its caller cancelled it, or is gone.
+1. A completion that has begun ends with its own status, after its sequence has left the engine. A
+   completion that its caller cancelled, or whose caller is gone, has no status.
 2. However the call ends, all of its sequences have left the engine when the handler returns.
-3. What waits for the caller to read is bounded: a completion that has more to say waits until its
-   last message has been written.
-4. A server that stops reads no more of the call, and ends it when what it has begun has ended. So a
-   caller that keeps a call open does not delay a shutdown.
+3. The output that the caller has not read is bounded: a completion waits until its last message has
+   been written before it adds another.
+4. A server that stops reads no more of the call, and ends it when the completions it has begun have
+   ended. So a caller that keeps a call open does not delay a shutdown.
 
 Each completion is a task. The handler reads; one task writes what is ready, all of it in one
 message of at most `_MESSAGE_BYTES`, unless a single part is larger.
@@ -280,7 +280,7 @@ def _expired() -> pb.CompletionStatus:
 
 
 def _failed(error: Exception) -> pb.CompletionStatus:
-    """Returns what the guard would have said of a separate call."""
+    """Returns the status that the guard would give a separate call."""
     if isinstance(error, RolloutServerError):
         code, status = to_status(error)
         return pb.CompletionStatus(

@@ -167,7 +167,7 @@ class _Decoder:
             raise InvalidField("request", received, expected) from None
 
     def messages(self, raw: AsyncIterable[bytes]) -> "_DecodedMessages":
-        """Returns the messages of a stream, each decoded when it is asked for."""
+        """Returns the messages of a stream, each decoded when the iterator advances."""
         return _DecodedMessages(aiter(raw), self.message)
 
 
@@ -225,7 +225,7 @@ class _Guarded:
             await refusal.send(self._context)
 
     def _refusal(self, error: BaseException | None) -> "_Refusal | None":
-        """Notes how the call ended; returns what its caller is told, if it failed here."""
+        """Notes how the call ended; returns the refusal for its caller, if it failed here."""
         if isinstance(error, RolloutServerError):
             self._note(reason_name(error))
             code, status = to_status(error)

@@ -1,7 +1,7 @@
 """Helpers for tests that start a rollout server, in this process or in a separate one.
 
-Helpers that several packages use are here; those for one folder are in its `testing.py` or
-`testing/`, and fixtures in its `conftest.py`, as CONTRIBUTING.md says.
+Helpers that several packages use are here; helpers of one folder are in its `testing.py` or
+`testing/`, and fixtures in its `conftest.py`; see CONTRIBUTING.md.
 
 The wheel includes them, because tests of other servers and engines use them too. The suites that
 an engine must pass, and the client for a server, are in the package `treadle.conformance`.

@@ -1,4 +1,4 @@
-"""A clock that moves only when told to."""
+"""A clock that moves only when a test advances it."""
 
 import heapq
 import itertools

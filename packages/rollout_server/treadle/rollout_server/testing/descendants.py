@@ -58,7 +58,7 @@ class Descendants:
                 self._open.add(os.pidfd_open(child))
 
     def __len__(self) -> int:
-        """Number of descendants that are not known to have ended."""
+        """Number of descendants whose end `wait_gone` has not seen yet."""
         return len(self._open)
 
     def wait_gone(self) -> None:

@@ -164,7 +164,7 @@ def _locate_changes(
 ) -> dict[Path, list[_Part]]:
     """Returns the changes per file; together they are those of exactly the announced tensors.
 
-    Any difference counts as damage, since the announcement tells no more than the files do.
+    Any difference from the announcement counts as damage, since the files carry the same values.
     """
     found: dict[Path, list[_Part]] = {}
     left = dict(index_of)

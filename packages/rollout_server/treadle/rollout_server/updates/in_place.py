@@ -1,9 +1,9 @@
 """The update in place: one update whose tensors overwrite the engine's as they arrive.
 
 Invariant: from `begin` to the end of its task the server is UPDATING and the engine paused, and
-nobody else tells the engine anything. When the task ends, the engine serves the new version whole,
-or it holds what it held before (no tensor was asked for yet), or the server is LOADING. The task
-alone decides which, by whether the engine's load ended well after Commit.
+only the task commands the engine. When the task ends, the engine serves the whole new version, or
+still holds the old weights (if it never paused), or the server is LOADING. The task alone decides
+which, by whether the engine's load ended well after Commit.
 
 Who waits: `opened` for the pause; the task for the engine's load; the load for tensors, or for the
 senders of its group; then for `commit`. Who wakes them: the end of the update cancels the load.

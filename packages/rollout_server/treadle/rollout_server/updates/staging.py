@@ -6,11 +6,11 @@ copied once.
 Invariant: of each tensor exactly the first `received[i]` bytes have arrived, every one of them
 covered by a chunk whose CRC-32 matched; a chunk that is refused changes nothing. So any
 interleaving of tensors, any duplicate and any broken stream leads to the same bytes, or to an
-error that says where to resume. What has arrived is held until it is released.
+error that gives the position to resume from. Bytes that have arrived are held until released.
 
 Tensor i lies at one place of one memfd for as long as the area lives, so other processes of this
-host map the `FilePlace` that they are told instead of being sent the bytes. A page costs memory
-from the first byte written to it until `release` or `clear`.
+host get its `FilePlace` and map it, instead of receiving the bytes. A page costs memory from the
+first byte written to it until `release` or `clear`.
 
 Nobody waits here; `write` may be called from any thread. The file goes with the area; a view of it
 stays valid for as long as it is held.

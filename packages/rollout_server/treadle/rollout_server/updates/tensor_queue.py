@@ -1,7 +1,7 @@
 """The tensor queue: tensors on their way into an engine that loads in place.
 
-Invariant: the engine gets every tensor once, in the order of the puts. Its bytes belong to the
-stream that put it again when the engine asks for the next one.
+Invariant: the engine gets every tensor once, in the order of the puts. Its bytes return to the
+stream that put it when the engine requests the next one.
 
 Who waits: the engine, in `tensors`, for a tensor or the end; a stream, in `room`, until no tensor
 waits for the engine. A stream that waits for room before each of its tensors has at most one

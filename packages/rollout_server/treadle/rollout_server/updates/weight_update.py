@@ -2,7 +2,7 @@
 
 Two modules own an update. This one owns the transaction: `CurrentUpdate` has room for one
 `WeightUpdate`, which holds the state, the lease and the bytes (`incoming.py`).
-`weight_updater.py` owns its effect: it tells the engine to load, and reports here how that ended.
+`weight_updater.py` owns its effect: it has the engine load, and reports here how that ended.
 
 Invariant: at most one update is live; a second one is refused with the first one's id and
 remaining lease. An update is OPEN until every byte has arrived, then COMPLETE; COMMITTING while

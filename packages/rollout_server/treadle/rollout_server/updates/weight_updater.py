@@ -3,7 +3,7 @@
 `weight_update.py` owns the transaction; this module owns its effect: it opens updates, reads their
 files, has the engine load on commit, keeps the base of deltas, and reports how each update ended.
 
-Invariant: at most one task tells the engine to load. A staged update changes nothing before its
+Invariant: at most one task has the engine load. A staged update changes nothing before its
 commit, and a commit that the engine refuses changes nothing either. An update in place begins with
 a pause; see `in_place.py`.
 
@@ -66,15 +66,15 @@ class WeightUpdater:
     async def begin(self, begin: Begin) -> WeightUpdate:
         """Opens an update, or returns the live or last committed one that `begin` repeats.
 
-        In place, waits for the engine to pause. From files, waits until they are read; if that
-        fails the update is dropped, but no base.
+        In place, waits for the engine to pause. From files, waits until they are read; a failure
+        drops the update, but not the base of deltas.
 
         Raises:
             WeightVersionBehind: The version is not newer than the one that serves.
             TensorMismatch: The tensors are not the engine's.
             UpdateInProgress: Another update is live.
             StateConflict: In place, the weights' memory is released.
-            CapabilityMissing: The engine does not know the policy.
+            CapabilityMissing: The engine does not support the policy.
             DeltaBaseMismatch: The base of the delta is not held.
             RolloutServerError: The files do not hold what was announced.
         """
@@ -273,9 +273,9 @@ def _warn(task: asyncio.Task[Any]) -> None:
 
 
 def _filled(update: WeightUpdate) -> Callable[[int], None]:
-    """Returns what tells an update, from another thread, that a tensor was read.
+    """Returns a callback by which another thread marks a tensor as read.
 
-    In place it waits for room.
+    During an update in place the callback waits for room.
     """
     loop = asyncio.get_running_loop()
     incoming = update.incoming

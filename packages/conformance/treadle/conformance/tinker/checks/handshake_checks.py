@@ -1,4 +1,4 @@
-"""What a client asks before it trains: configuration, capabilities, sessions, keys."""
+"""The calls of a client before it trains: configuration, capabilities, sessions, keys."""
 
 import pytest
 

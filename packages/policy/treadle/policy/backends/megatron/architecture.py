@@ -57,7 +57,7 @@ class Blocks:
 
     Attributes:
         one_plus_norms: Whether a norm multiplies by 1 + weight, in float32, and not by the weight.
-        qkv_bias: Whether queries, keys and values have biases; None: as `attention_bias` says.
+        qkv_bias: Whether queries, keys and values have biases; None: `attention_bias` decides.
         qk_norm: Whether queries and keys are normed, each head alone.
         experts: Whether some feed-forward parts are mixtures of experts, see `experts.shape`.
         fused_qkv: Whether the files have queries, keys and values in one matrix, `qkv_proj`.

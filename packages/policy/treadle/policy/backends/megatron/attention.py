@@ -100,7 +100,7 @@ class Segments(PackedSeqParams):
     rotations: tuple[RowRotation, ...] = ()
     """How rows are turned, by `ScoreRule.rotation`; the model sets it."""
     routing: Routing = field(default_factory=Routing)
-    """The rows, as the routers of layers with experts are told of them."""
+    """The description of the rows for the routers of layers with experts."""
     images: ImageRows | None = None
     """Which rows are images, on the first stage of a model that sees; None: no row is."""
 
@@ -272,7 +272,7 @@ class PackedAttention(MegatronModule):
         attention_bias: None = None,
         packed_seq_params: Segments,
     ) -> Tensor:
-        """Turns queries and keys, and attends as the packing says; returns [P, 1, A * D]."""
+        """Rotates queries and keys, attends within the packed segments; returns [P, 1, A * D]."""
         query, key, value = (x.squeeze(1) for x in (query_P1AD, key_P1AD, value_P1AD))
         scores = self._scores
         rotation = packed_seq_params.rotations[scores.rotation]

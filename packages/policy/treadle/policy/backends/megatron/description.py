@@ -1,4 +1,4 @@
-"""What the Megatron backend says before a rank starts; see `backends.description`."""
+"""The Megatron backend's description before a rank starts; see `backends.description`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The device: stock Megatron-core with CUDA, a facade over it without.
 
-Megatron-core supports only CUDA: it asks `torch.cuda` for the current device, creates
+Megatron-core supports only CUDA: it reads the current device from `torch.cuda`, creates
 tensors with `device="cuda"`, asserts on `Tensor.type()` and moves tensors with `Tensor.cuda()`.
 `install` makes all of that mean the CPU, so that one code path trains on both.
 
@@ -90,7 +90,7 @@ def install(*, trace: bool = False) -> bool:
 
 
 def patched_sites() -> Counter[tuple[str, str]]:
-    """(what was asked for, "file:function" that asked) with counts, since `install(trace=True)`."""
+    """Counts (facade API, "file:function" of the Megatron caller) since `install(trace=True)`."""
     return Counter(_hits or {})
 
 

@@ -2,10 +2,10 @@
 
 Invariant: rows are inputs, and each loss token is named by the row that predicts it; the shift
 between the two happens only here. Rows after a sequence's last loss token are omitted, as nothing
-depends on them. What a sequence has in common with the one before it may be left out too
-(`prefixes/`); its loss tokens then name rows of the other, which goes to the experts of the other.
-With context parallelism a rank has its share of the rows, and what is said of loss tokens is of all
-of them (`context/`).
+depends on them. The prefix that a sequence shares with the one before it may be left out too
+(`prefixes/`); its loss tokens then name rows of that sequence, which go to that one's experts. With
+context parallelism a rank holds its share of the rows, but the tensors of all loss tokens
+(`context/`).
 
 Shape suffixes: P packed rows of this rank, T loss tokens, K those that its rows predict, S samples.
 """

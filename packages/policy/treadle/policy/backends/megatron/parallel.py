@@ -76,7 +76,7 @@ class World:
 
     @property
     def speaks(self) -> bool:
-        """Whether this rank reports what all of its tensor and context groups know."""
+        """Whether this rank reports for its tensor and context groups, which hold equal results."""
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     @property

@@ -1,10 +1,10 @@
 """The weight map: each Megatron parameter and the Hugging Face tensors that make it up.
 
 Invariant: `load` followed by `export` returns the same bits, for every supported architecture
-and every tensor-, pipeline- and expert-parallel size. A layout knows two things: how Hugging Face
+and every tensor-, pipeline- and expert-parallel size. A layout defines two things: how Hugging Face
 tensors make up the whole Megatron tensor, and how that tensor is cut over tensor-parallel ranks.
 
-With LoRA, a weight leaves with its adapters merged into it.
+With LoRA, a weight is exported with its adapters merged into it.
 
 `export` is collective over the tensor-parallel group, one parameter at a time; each pipeline stage
 exports its own layers, and each tensor-parallel group the experts that its ranks have, so nothing
@@ -307,7 +307,7 @@ def load(
 
     Raises:
         KeyError: A tensor is missing.
-        ValueError: A tensor has another shape than the config says.
+        ValueError: The shape of a tensor does not fit the config.
     """
     with torch.no_grad():
         for entry in entries:

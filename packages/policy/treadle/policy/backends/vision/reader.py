@@ -42,7 +42,7 @@ _UPRIGHT: Final = {  # EXIF orientation -> the transpose that undoes it.
 }
 _ON_ITS_SIDE: Final = (5, 6, 7, 8)
 _CACHE_BYTES: Final = 1 << 29
-"""Maximum host memory for patches. The image that is asked for always stays."""
+"""Maximum host memory for patches; the image being read is kept even beyond it."""
 _THREADS: Final = 2
 """Decoding releases the GIL, and a rank has few cores."""
 

@@ -1,8 +1,8 @@
 """Which rows of a micro-batch are images, and the patches that the tower computes them from.
 
-Invariant: a row is an image's where the sequence says that an image is, not where an id is the
-placeholder: a placeholder that the model samples is text. Each distinct image of a micro-batch goes
-through the tower once, however many sequences show it.
+Invariant: the sequence's list of images decides which rows are images, not the placeholder id: a
+placeholder that the model samples is text. Each distinct image of a micro-batch goes through the
+tower once, however many sequences show it.
 
 It travels with the micro-batch, as the field `images` of its `Segments`.
 

@@ -1,6 +1,6 @@
 """Collective transport: the weights are broadcast from the policy's ranks to all servers at once.
 
-Data flow: the driver begins the update on all servers and tells them their group. Each sending rank
+Data flow: the driver begins the update on all servers and names their group. Each sending rank
 exports its weights, packs them into buckets, and broadcasts the buckets to all workers of all
 servers (`collective_group.py`). When every worker has written everything, the driver commits.
 
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Generation:
-    """One group, as the driver knows it.
+    """One group and its members, on the driver's side.
 
     Attributes:
         rendezvous: `host:port` of the store at which the members meet.

@@ -3,7 +3,7 @@
 Ranks: first the senders, by their rank in the policy, then every worker of every server. Each
 sender has its own backend with all the workers, in which it is rank 0, so that a sender never waits
 for another sender. Rank 0 serves the store; `docs/protocol.md` lists its keys. The store outlives
-its groups, whose names are prefixes in it. `collective.py` says when a group is made and ends.
+its groups, whose names are prefixes in it. `collective.py` makes and ends the groups.
 
 Invariant: every wait watches the key "failed" of the group's store. A member that leaves early sets
 that key, so that the others follow within a second. A member that dies is noticed by the backend
@@ -39,7 +39,7 @@ _detached: WeakSet[threading.Thread] = WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveGroup:
-    """The facts that all senders of a group know.
+    """The settings that all senders of a group share.
 
     Attributes:
         name: Never used before in its store.
@@ -57,7 +57,7 @@ class CollectiveGroup:
 
 
 class GroupLost(Exception):
-    """The group cannot continue; the message says why."""
+    """The group cannot continue; the message names the cause."""
 
     def __init__(self, message: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -82,7 +82,7 @@ class RankStore:
         self.address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def announce(self, name: str, timeout_s: float) -> None:
-        """Stores the group's timeout for its workers, before they are told of the group."""
+        """Stores the group's timeout for its workers, before the update names the group."""
         _DIST.PrefixStore(name, self.store).set("timeout_s", str(timeout_s))
 
 

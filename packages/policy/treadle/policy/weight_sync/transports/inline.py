@@ -2,7 +2,7 @@
 
 Data flow: the driver begins the update on all servers. Each rank exports its weights once, cuts
 them once, and sends all servers the same messages, so that more servers take no more memory. The
-driver begins the update again, which says how much of each weight each server holds, and has the
+driver begins the update again, gets how many bytes of each weight each server holds, and has the
 ranks send what is missing. It commits when nothing is missing.
 
 Who waits for whom: a rank waits for its slowest server, with a few messages queued per server. The

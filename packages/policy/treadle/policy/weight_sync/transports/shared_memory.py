@@ -1,7 +1,7 @@
 """Shared memory transport: each rank fills slots of its segment; the servers of its host read them.
 
 Data flow: the driver begins the update on all servers. Each rank copies its weights into the slots
-of its segment, in turn, and tells the servers which bytes of which weight lie where
+of its segment, in turn, and sends the servers the weight and the place of each part
 (`PushBuckets`). A server reads a bucket and gives its slot back. The driver commits when the ranks
 have received every slot back.
 

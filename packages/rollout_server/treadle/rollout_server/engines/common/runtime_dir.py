@@ -1,9 +1,9 @@
 """The runtime directory: sockets and error reports of an engine's processes.
 
 Invariant: it lives as long as its engine. A directory that a killed server left behind is
-removed when the next engine starts on this host. A file lock tells them apart, which the kernel
-releases however a process ends; a directory gets its final name only once it is locked. Nothing
-waits for a lock.
+removed when the next engine starts on this host. A live engine holds a file lock on its directory,
+which the kernel releases however the process ends; a directory gets its final name only once it is
+locked. Nothing waits for a lock.
 """
 
 import contextlib

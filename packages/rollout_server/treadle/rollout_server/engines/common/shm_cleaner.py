@@ -1,11 +1,11 @@
 """Removes what an engine leaves in /dev/shm, from a process that outlives the server.
 
-Invariant: only that is removed which a process below the server was seen to hold for writing, which
-belongs to this user, and which no living process holds any more. A name alone says nothing: several
-runs share a host, and engines choose names at random. So each name that appears is compared at once
-with the memory maps and descriptors of the server's processes, by inode: the C library creates a
-semaphore under another name than it gives it. What the last processes make within the
-50 ms before a SIGKILL may stay.
+Invariant: a file is removed only if a process below the server was seen to hold it for writing, it
+belongs to this user, and no living process holds it any more. Names do not identify the owner:
+several runs share a host, and engines choose names at random. So each name that appears is compared
+at once with the memory maps and descriptors of the server's processes, by inode: the C library
+creates a semaphore under another name than its final one. Files that the last processes create
+within the 50 ms before a SIGKILL may stay.
 
 Who waits: this process, for new names in /dev/shm and for the end of the server; then for the end
 of the server's other processes, at most `_ORPHANS_S`. It needs a kernel with pidfd (5.3).

@@ -6,9 +6,9 @@ engines. SGLang's own sampler is not used because it reports log-probs from befo
 crashes if a seed is combined with min-p, supports penalties up to 2 only, and applies them to
 the completion without the prompt.
 
-A row counts its samples to know its position, and the seen ids stay on the logits' device, so
-nothing here waits for a GPU and the scheduler can run ahead. The sampler of `worker.py` calls
-this once per step.
+A row's position is its count of samples, and the seen ids stay on the logits' device, so nothing
+here waits for a GPU and the scheduler can run ahead. The sampler of `worker.py` calls this once
+per step.
 
 Shapes: B rows of a batch, V vocabulary.
 """

@@ -53,7 +53,7 @@ def sampling_params(request: EngineRequest, eos_token_ids: frozenset[int]) -> di
     """Returns SGLang's sampling parameters of a request: where it ends, and how we sample.
 
     Args:
-        eos_token_ids: End-of-sequence ids of the model; SGLang itself does not know them.
+        eos_token_ids: End-of-sequence ids of the model, which SGLang does not read itself.
     """
     sampling = request.sampling
     stops = sampling.stop_token_ids
@@ -133,7 +133,7 @@ class Sequence:
             version: Version of the weights after the last mark.
 
         Raises:
-            InvalidField: SGLang does not know the constraint; it says so before any token.
+            InvalidField: SGLang does not support the constraint. Raised before any token.
             RuntimeError: SGLang ended the sequence unexpectedly.
             FloatingPointError: A log-prob is not finite.
         """

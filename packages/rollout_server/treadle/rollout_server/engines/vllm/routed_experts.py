@@ -5,11 +5,11 @@ tokens (its auxiliary outputs), but only with its newer model runner, which samp
 kernels (see `sampler.py`). This connects vLLM's own parts to the older runner. vLLM's argument for
 them is refused with that runner, so the scheduler is named instead.
 
-Invariant: a request that asks for experts gets those of its rows with the tokens that they predict,
-in the layers that have experts; other requests get empty reports. What was captured for a block of
-ids stays as long as vLLM may find the block, so rows of cached ids are reported too.
+Invariant: a request for experts gets those of its rows with the tokens that they predict, in the
+layers that have experts; other requests get empty reports. The experts captured for a block of ids
+stay as long as vLLM may find the block, so rows of cached ids are reported too.
 
-On a GPU the copies to the host wait beside the next step, as those of the tokens do.
+On a GPU the copies to the host overlap the next step, as the copies of the tokens do.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class _Report:
 
     Args:
         sampled: For each request of the batch, whether the step samples a token for it.
-        asking: The requests that ask for experts.
+        asking: Ids of the requests for experts.
         layers: The layers that have experts.
         stream: For the copy to the host; None on the CPU.
     """

@@ -3,14 +3,14 @@
 Invariant: the token of a row depends only on its logits, its settings, its seed and its
 position: not on the rest of the batch, chunked prefill, the prefix cache or preemption
 (`engines/common/sampling.py`). The log-prob is that of the distribution that was sampled from.
-Only the repetition penalty is still applied by vLLM's sampler, which knows ids that have not
+Only the repetition penalty is still applied by vLLM's sampler, which holds ids that have not
 left the device yet.
 
 Replaces the sampler of vLLM's older model runner; the newer one samples inside its kernels, so
 `startup.py` disables it. Nothing here waits, not even for the device.
 
-Sampling masks leave as vLLM's own do, which only the newer runner makes: as arrays beside the
-tokens, of the bytes of a mask in place of ids.
+Sampling masks take the form of vLLM's own, which only the newer runner makes: arrays beside the
+tokens, here with the bytes of a mask in place of ids.
 """
 
 from typing import Any, Protocol
@@ -77,7 +77,7 @@ class _Masks:
 
 
 def report_masks(runner: Any, sampler: "SeededSampler") -> None:
-    """Makes the outputs of a ``GPUModelRunner`` carry sampling masks, where a request asks."""
+    """Makes the outputs of a ``GPUModelRunner`` carry the sampling masks that were requested."""
     sample = runner.sample_tokens
     on_cpu = runner.device.type == "cpu"
 

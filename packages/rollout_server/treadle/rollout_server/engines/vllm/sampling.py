@@ -17,10 +17,10 @@ EXTRA_ARGS_KEY = "treadle"
 """Our key in ``SamplingParams.extra_args``."""
 
 EXPERTS_KEY = "treadle_experts"
-"""Another one, which requests have that ask for experts."""
+"""Our key that marks requests for experts."""
 
 MASK_KEY = "treadle_mask"
-"""Another one, which requests have that ask for sampling masks."""
+"""Our key that marks requests for sampling masks."""
 
 _FORMS = {
     ConstraintForm.JSON_SCHEMA: "json",

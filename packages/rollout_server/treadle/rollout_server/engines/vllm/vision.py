@@ -4,7 +4,7 @@ Invariant: vLLM gets a prompt's ids as they are, with the places and the patches
 never runs its own processor: no id is added, removed or expanded.
 
 vLLM builds its processor of a model's class in every process, with the tokenizer and for all kinds
-of inputs. `VisionSetup` registers `SizesOnly` in its place, which knows the sizes of inputs. It
+of inputs. `VisionSetup` registers `SizesOnly` in its place, which gives the sizes of inputs. It
 prepares the process in which it is created or unpickled, and travels in vLLM's configuration.
 """
 
@@ -67,7 +67,7 @@ class VisionSetup:
 
 
 class _Sizes(BaseProcessingInfo):  # type: ignore[misc]
-    """Answers about inputs that vLLM asks for, without a processor of transformers."""
+    """Gives vLLM the limits of its inputs, without a processor of transformers."""
 
     def __init__(self, ctx: Any, max_ids: int) -> None:
         super().__init__(ctx)

@@ -14,5 +14,5 @@ part, output layer) for its own rows only. Three things need other ranks:
 - Parameters: a rank's gradient is that of its rows. Megatron sums it over the data-parallel and
   context ranks together, which also share the optimizer's state.
 
-`rows.py` says which rows a rank has. Micro-batches with shared prefixes are spread in the same way.
+`rows.py` assigns rows to ranks. Micro-batches with shared prefixes are spread in the same way.
 """

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class ExpertLayer(TransformerLayer):
-    """A layer whose router is told of the rows before each of its computations.
+    """A layer that gives its router the rows before each computation.
 
-    Megatron computes a layer, or its feed-forward part, once more in the backward pass, when the
-    forward passes of other micro-batches may have come between.
+    Megatron may compute a layer, or its feed-forward part, again in the backward pass, after the
+    forward passes of other micro-batches.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,10 +87,10 @@ def layer_spec(shape: ExpertShape, *, qk_norm: bool) -> Any:
 
 
 def mark_experts(model: torch.nn.Module) -> None:
-    """Tells Megatron which parameters have the copies that the expert-parallel groups say.
+    """Marks the experts' parameters, whose copies Megatron then finds by its expert groups.
 
-    Without expert parallelism it takes an expert's copies to be those of every other parameter, but
-    the tensor-parallel ranks have copies too.
+    Without expert parallelism Megatron takes an expert's copies to be those of every other
+    parameter, but the tensor-parallel ranks have copies too.
     """
     for name, parameter in model.named_parameters():
         if ".experts." in name:

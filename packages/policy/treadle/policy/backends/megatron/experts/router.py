@@ -1,7 +1,7 @@
 """Which experts a token goes to: Megatron's router with the arithmetic of Qwen3-MoE.
 
 For the scores s = softmax(W x) over all experts, in float32, a token goes to the K experts with the
-largest scores, with weights s_k, divided by their sum if `norm_topk_prob` says so; weights have the
+largest scores, with weights s_k, divided by their sum if `norm_topk_prob` is true; weights have the
 type of the logits. Logits have the type of the model, as in transformers and in vLLM.
 
 Replayed choices: where `Segments.routing.indices_PLK` (see `routing`) names the experts of a row,
@@ -20,11 +20,11 @@ The load-balancing loss of a micro-batch and a layer is that of Switch Transform
     E sum_e f_e p_e,
 
 for E experts, f_e the share of all choices that fell on expert e, and p_e the mean of its scores
-over the rows; it is 1 where both are even. The loss that is trained on is its mean over the rows
-of the batch, each micro-batch with the weight `Routing.share`, summed over layers and multiplied by
-`policy.moe.aux_loss_coef`. f and p are those of one micro-batch: that is what the gradient depends
-on besides the batch. Tensor, sequence, expert and pipeline parallelism do not change it; another
-cut of the batch into micro-batches does.
+over the rows; it is 1 where both are even. Training uses its mean over the rows of the batch, each
+micro-batch with the weight `Routing.share`, summed over layers and multiplied by
+`policy.moe.aux_loss_coef`. f and p are those of one micro-batch, so the gradient depends on how the
+batch is split into micro-batches. Tensor, sequence, expert and pipeline parallelism do not change
+it.
 
 Shape suffixes: P rows of this rank, L layers of the model, E experts, K experts per token.
 """
@@ -51,14 +51,13 @@ from megatron.core.transformer.moe.router import TopKRouter  # noqa: E402
 
 
 class ExpertRouter(TopKRouter):
-    """The router of one layer.
+    """The router of one layer; the layer sets `told` to the rows of its next computation.
 
     Attributes:
-        told: The rows that come next; the layer sets it.
-        load_2E: Per expert, since it was last set to 0 and only where there is a gradient: how many
-            times it was chosen, and the sum of its scores. float64.
-        replay_2: Likewise, the rows that were replayed, and how many of their experts it would not
-            have chosen.
+        load_2E: Per expert, how many times it was chosen and the sum of its scores since the last
+            reset, float64. Only passes with a gradient count.
+        replay_2: Number of replayed rows, and of their experts that the router would not have
+            chosen itself. Counted like `load_2E`.
     """
 
     def __init__(self, config: Any, *, normalised: bool, **given: Any) -> None:

@@ -1,17 +1,17 @@
-"""What the routers are told of a micro-batch's rows, and the experts that are replayed (R3).
+"""The description of a micro-batch's rows for the routers, and the experts to replay (R3).
 
 Routers of the engine and of the policy compute the same scores up to rounding, and where two scores
 are close they choose other experts: then the policy's log-probabilities are those of another
 function than the one that sampled (arXiv:2510.11370). Replayed, both compute the same one.
 
-It travels with the micro-batch, as the field `routing` of its `Segments`, so that a layer that is
-computed again in the backward pass is told the same, however many micro-batches are under way.
+It travels with the micro-batch, as the field `routing` of its `Segments`. A layer that is computed
+again in the backward pass gets the same value, however many micro-batches are under way.
 
 Megatron-core's `RouterReplay` (alike in 0.16.1 and 0.19.2) is not used. Its targets and its mode
-are global to the process: whoever runs a pipeline exchanges them between every forward and backward
+are global to the process: a pipeline schedule must exchange them between every forward and backward
 pass, and a layer that is computed again takes its target from a queue, which passes without a
-gradient fill too. It has no rows that choose for themselves, as those of padding, of blank
-micro-batches and of ids without a report. What it would replace is ten lines of `ExpertRouter`.
+gradient fill too. It has no rows that choose for themselves, such as padding, blank micro-batches
+and ids without a report. It would replace ten lines of `ExpertRouter`.
 
 Shape suffixes: P packed rows, L layers of the whole model, K experts per token.
 """
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The rows of one micro-batch, as the routers of all layers know them.
+    """The rows of one micro-batch, for the routers of all layers.
 
     Attributes:
         num_rows: Rows that are no padding, over all context ranks.

@@ -1,8 +1,8 @@
 """The experts of a model, as its Hugging Face config has them.
 
-Invariant: as in `architecture`: an `ExpertShape` can be built exactly, and a config that asks for
-something else is rejected. `router_aux_loss_coef` is read by nothing: it changes no output of the
-model, and `policy.moe.aux_loss_coef` decides what is trained.
+Invariant: as in `architecture`, an `ExpertShape` can be built exactly, and a config with anything
+else is rejected. `router_aux_loss_coef` is ignored: it changes no output of the model, and
+`policy.moe.aux_loss_coef` sets the load-balancing loss of training.
 """
 
 from __future__ import annotations

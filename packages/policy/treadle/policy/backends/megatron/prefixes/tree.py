@@ -1,7 +1,7 @@
 """Sequences as a tree of prefixes, in rows.
 
 Invariant: sequences are in the order of their ids (`client/prefixes.py`), so that each shares with
-all before it no more than with its neighbour. Two numbers per sequence then say everything: its
+all before it no more than with its neighbour. Two numbers per sequence then define the tree: its
 length, and its overlap, the number of ids that it has in common with the one before it. Its rows
 are its ids after the overlap, packed behind those of the one before: a walk through the tree, depth
 first. With overlaps of 0 this is the flat layout.
