@@ -11,6 +11,7 @@ from treadle.policy.config.critic import CriticConfig
 from treadle.trainer.config.logger_names import ALWAYS
 from treadle.trainer.config.schema import Config
 from treadle.trainer.config.verl_keys import ConfigError
+from treadle.trainer.data.order import rows_per_step
 from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
@@ -72,6 +73,10 @@ class Plan:
             f"{self.num_train_rows} ({self.steps_per_epoch} steps of "
             f"{config.data.prompts_per_step} prompts an epoch)",
         )
+        if config.data.weights:
+            counts = rows_per_step(config.data.weights, config.data.prompts_per_step)
+            mix = ", ".join(f"{count} of {name}" for name, count in counts.items())
+            yield "prompts of a step", mix
         yield "steps", f"{self.total_steps} ({self.total_steps / self.steps_per_epoch:.2g} epochs)"
         yield (
             "a step",
@@ -220,6 +225,11 @@ def make_plan(config: Config, *, num_train_rows: int, num_val_rows: int, cpus: i
         raise ConfigError(
             f"data.prompts_per_step={config.data.prompts_per_step} exceeds the {num_train_rows} "
             "training rows: lower it or give more rows"
+        )
+    if config.data.weights and config.schedule.total_steps is None:
+        raise ConfigError(
+            "data.weights gives each source another number of passes over its rows, and "
+            "schedule.total_steps=null counts passes over all: set schedule.total_steps"
         )
     if config.algorithm.mini_batches > plan.trajectories_per_step:
         raise ConfigError(

@@ -52,6 +52,9 @@ class DataConfig(Section):
     """Rows per training step; each gives rollout.samples_per_prompt trajectories."""
     shuffle: bool = True
     """Shuffle the rows for each epoch, seeded by run.seed; false keeps the file order."""
+    weights: Mapping[str, float] = {}
+    """How much of a step each `data_source` of the training rows gives (docs/data.md): every step
+    has the same number of rows of each. Empty: rows are drawn from all of them alike."""
     reader: str | None = None
     """Your own reader of train_files and val_files as path.py:Class or package.module:Class, called
     with each path; it gives the rows as mappings. Null: files are read by their type."""
@@ -65,6 +68,14 @@ class DataConfig(Section):
     number of such rows is reported."""
     max_val_rows: Count | None = None
     """Maximum number of validation rows, counted from the first; null means all."""
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_are_positive(cls, weights: Mapping[str, float]) -> Mapping[str, float]:
+        for name, weight in weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"{name} is {weight}; it must be a positive number")
+        return weights
 
     @model_validator(mode="after")
     def _streams_files(self) -> Self:

@@ -7,7 +7,7 @@
 
 from treadle.trainer.data.dataset import REQUIRED_COLUMNS, read_rows
 from treadle.trainer.data.errors import DataError
-from treadle.trainer.data.order import DataOrder
+from treadle.trainer.data.order import DataOrder, MixedOrder
 from treadle.trainer.data.prompts import Prompt, PromptSet, make_prompts
 from treadle.trainer.data.row import Row
 from treadle.trainer.data.rules import PromptRules, check_each, check_row_loops, check_rows
@@ -16,6 +16,7 @@ __all__ = [
     "REQUIRED_COLUMNS",
     "DataError",
     "DataOrder",
+    "MixedOrder",
     "Prompt",
     "PromptRules",
     "PromptSet",

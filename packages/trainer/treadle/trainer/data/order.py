@@ -2,17 +2,21 @@
 
 Invariant: a run that resumes at step s sees the rows that an uninterrupted one would see, without
 stored state. Each epoch is a permutation of all rows without its last `num_rows % batch_size`; so
-no step has a row twice, and with shuffling each epoch omits different rows.
+no step has a row twice, and with shuffling each epoch omits different rows. Of a mix, this holds of
+the rows of each source.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from treadle.trainer.data.errors import DataError
+from treadle.trainer.data.prompts import Prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,92 @@ class DataOrder:
         return tuple(order[start : start + self.batch_size])
 
 
-@lru_cache(maxsize=4)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedOrder:
+    """The batches of several sources, each with a fixed number of rows in every step.
+
+    Attributes:
+        parts: The rows of each source, as indices of the whole dataset, and their order.
+    """
+
+    parts: tuple[tuple[array[int], DataOrder], ...]
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows per step."""
+        return sum(order.batch_size for _, order in self.parts)
+
+    def epoch(self, step: int) -> int:
+        """Returns the epoch, from 0, of the source that has been passed the least often."""
+        return min(order.epoch(step) for _, order in self.parts)
+
+    def batch(self, step: int) -> tuple[int, ...]:
+        """Returns the [batch_size] distinct row indices of a step, source after source.
+
+        Raises:
+            ValueError: The step is below 1.
+        """
+        return tuple(rows[i] for rows, order in self.parts for i in order.batch(step))
+
+
+def make_order(
+    prompts: Sequence[Prompt],
+    weights: Mapping[str, float],
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle: bool,
+) -> DataOrder | MixedOrder:
+    """Returns the order of a dataset.
+
+    Args:
+        weights: Shares of a step by `data_source`, of any sum; empty: sources do not count.
+
+    Raises:
+        DataError: A source has no weight or no row, or there are fewer rows than a step needs.
+    """
+    if not weights:
+        return DataOrder(num_rows=len(prompts), batch_size=batch_size, seed=seed, shuffle=shuffle)
+    rows: dict[str, array[int]] = {}
+    for index, prompt in enumerate(prompts):
+        source = str(prompt.row.columns.get("data_source"))
+        rows.setdefault(source, array("Q")).append(index)
+    found = f"the training rows have data_source {', '.join(sorted(rows))}"
+    for name in sorted(weights.keys() ^ rows.keys()):
+        what = "of no training row" if name in weights else "missing"
+        raise DataError(f"data.weights.{name} is {what}; {found}: give each of these a weight")
+    counts = rows_per_step(weights, batch_size)
+    for name, count in counts.items():
+        if not 1 <= count <= len(rows[name]):
+            raise DataError(
+                f"data.weights.{name}={weights[name]:g} gives {count} of the {batch_size} rows of "
+                f"a step, and {name} has {len(rows[name])}: change the weight, or "
+                "data.prompts_per_step"
+            )
+    return MixedOrder(
+        parts=tuple(
+            (
+                rows[name],
+                DataOrder(num_rows=len(rows[name]), batch_size=count, seed=seed, shuffle=shuffle),
+            )
+            for name, count in counts.items()
+        )
+    )
+
+
+def rows_per_step(weights: Mapping[str, float], batch_size: int) -> Mapping[str, int]:
+    """Returns the rows of each source in a step, by the largest remainders; sorted by source."""
+    total = math.fsum(weights.values())
+    exact = {name: batch_size * weights[name] / total for name in sorted(weights)}
+    counts = {name: int(share) for name, share in exact.items()}
+    left = batch_size - sum(counts.values())
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[:left]:
+        counts[name] += 1
+    return counts
+
+
+@lru_cache(maxsize=16)
 def _permutation(num_rows: int, seed: int, epoch: int, shuffle: bool) -> array[int]:
     order = array("Q", range(num_rows))
     if shuffle:

@@ -1,8 +1,13 @@
+from collections import Counter
+from collections.abc import Iterable
+from random import Random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.trainer.data import DataError, DataOrder
+from treadle.trainer.data import DataError, DataOrder, Prompt, Row
+from treadle.trainer.data.order import make_order
 
 orders = st.builds(
     lambda batch_size, more, seed, shuffle: DataOrder(
@@ -74,3 +79,55 @@ def test_a_batch_larger_than_the_dataset_says_what_to_do() -> None:
 def test_steps_are_counted_from_one() -> None:
     with pytest.raises(ValueError, match="counted from 1, got 0"):
         DataOrder(num_rows=5, batch_size=1, seed=0).batch(0)
+
+
+def _prompts(sources: Iterable[str]) -> list[Prompt]:
+    return [
+        Prompt(
+            row=Row(index=i, place=f"row {i}", columns={"data_source": source}, exact=True),
+            split="train",
+            loop="single_turn_agent",
+            messages=(),
+            num_tokens=1,
+        )
+        for i, source in enumerate(sources)
+    ]
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.floats(0.5, 4), min_size=1),
+    st.integers(16, 40),
+    st.integers(1, 60),
+    st.randoms(use_true_random=False),
+)
+def test_a_mix_has_the_same_share_of_each_source_in_every_step(
+    weights: dict[str, float], batch_size: int, step: int, random: Random
+) -> None:
+    sources = [name for name in weights for _ in range(50)]
+    random.shuffle(sources)
+    prompts = _prompts(sources)
+    order = make_order(prompts, weights, batch_size=batch_size, seed=3, shuffle=True)
+    batch = order.batch(step)
+    assert len(batch) == len(set(batch)) == order.batch_size == batch_size
+    found = Counter(sources[row] for row in batch)
+    total = sum(weights.values())
+    assert all(abs(found[name] - batch_size * share / total) < 1 for name, share in weights.items())
+    again = make_order(prompts, weights, batch_size=batch_size, seed=3, shuffle=True)
+    assert again.batch(step) == batch
+
+
+@pytest.mark.parametrize(
+    ("weights", "problem"),
+    [
+        ({"a": 1.0}, "data.weights.b is missing"),
+        ({"a": 1.0, "b": 1.0, "c": 1.0}, "data.weights.c is of no training row"),
+        ({"a": 1.0, "b": 99.0}, "gives 0 of the 8 rows of a step, and a has 9"),
+        ({"a": 1.0, "b": 1.0}, "gives 4 of the 8 rows of a step, and b has 1"),
+    ],
+)
+def test_weights_that_do_not_fit_the_rows_are_refused(
+    weights: dict[str, float], problem: str
+) -> None:
+    with pytest.raises(DataError, match=problem):
+        make_order(_prompts("aaaaaaaaab"), weights, batch_size=8, seed=0, shuffle=True)

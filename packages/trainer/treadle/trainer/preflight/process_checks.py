@@ -10,6 +10,7 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.config.sft import AnyConfig
 from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import DataError, PromptSet
+from treadle.trainer.data.order import make_order
 from treadle.trainer.loggers.named import check_logger
 from treadle.trainer.own_code import OwnCode
 from treadle.trainer.problems import Problems
@@ -164,7 +165,7 @@ def check_rows_left(config: Config, train: PromptSet) -> None:
     """Rejects a run of which fewer rows are left than one step takes.
 
     Raises:
-        DataError: Too many prompts were too long.
+        DataError: Too many prompts were too long, or `data.weights` do not fit the rows.
     """
     left, needed = len(train.prompts), config.data.prompts_per_step
     if left < needed:
@@ -172,3 +173,11 @@ def check_rows_left(config: Config, train: PromptSet) -> None:
             f"data.prompts_per_step={needed} exceeds the {left} training rows that are left: "
             f"{train.notes[0]}. Lower it, or raise rollout.prompt_length"
         )
+    data = config.data
+    make_order(
+        train.prompts,
+        data.weights,
+        batch_size=data.prompts_per_step,
+        seed=config.run.seed,
+        shuffle=data.shuffle,
+    )

@@ -21,7 +21,7 @@ from treadle.policy.v1.checkpoint_service_pb2 import LoadCriticRequest, LoadRequ
 from treadle.policy.weight_sync.publisher import WeightPublisher
 from treadle.trainer.checkpoint.run_directory import PROFILES, Checkpoint
 from treadle.trainer.config.schema import Config
-from treadle.trainer.data import DataOrder
+from treadle.trainer.data.order import make_order
 from treadle.trainer.launch.garbage import exempt_present_objects
 from treadle.trainer.launch.make_launcher import make_launcher
 from treadle.trainer.launch.policy_group import policy_group
@@ -77,8 +77,9 @@ async def build_context(run: CheckedRun, opened: OpenRun) -> AsyncIterator[Train
                 config.run, run_dir, decode=inputs.renderer.decode, resume_after=resume_after
             )
         )
-        order = DataOrder(
-            num_rows=len(inputs.train),
+        order = make_order(
+            inputs.train,
+            config.data.weights,
             batch_size=config.data.prompts_per_step,
             seed=config.run.seed,
             shuffle=config.data.shuffle,

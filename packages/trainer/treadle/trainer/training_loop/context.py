@@ -25,7 +25,7 @@ from treadle.policy.v1 import training_service_pb2 as pb
 from treadle.tracing import SpanHandle, span
 from treadle.trainer.checkpoint.run_directory import CRITIC, HF, POLICY, Checkpoints
 from treadle.trainer.config.schema import Config
-from treadle.trainer.data import DataOrder, Prompt
+from treadle.trainer.data import DataOrder, MixedOrder, Prompt
 from treadle.trainer.rollout.loops_from_config import sampling_params
 from treadle.trainer.rollout.rollout import Rollout
 from treadle.trainer.rollout.served_reference import ServedReference
@@ -94,7 +94,7 @@ class TrainingContext:
     config: Config
     train: Sequence[Prompt]
     val: Sequence[Prompt]
-    order: DataOrder
+    order: DataOrder | MixedOrder
     estimator: FoundEstimator
     total_steps: int
     policy: PolicyGroup
@@ -366,7 +366,7 @@ class TrainingContext:
 
 
 def group_tasks(
-    config: Config, order: DataOrder, train: Sequence[Prompt], number: int
+    config: Config, order: DataOrder | MixedOrder, train: Sequence[Prompt], number: int
 ) -> Sequence[AgentTask]:
     """Returns the tasks of a group: `samples_per_prompt` of its row.
 
