@@ -24,9 +24,11 @@ def test_a_type_is_trained_or_refused_with_a_reason() -> None:
     assert not set(PACKED) & set(IN_ROWS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_ranks_that_share_a_model_compute_what_one_does(num_ranks: int, tmp_path: Path) -> None:
-    check_sharding("fsdp", FAMILIES, tmp_path, data=num_ranks)
+@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 4}, {"data": 4, "replicas": 2}])
+def test_ranks_that_share_a_model_compute_what_one_does(
+    sizes: dict[str, int], tmp_path: Path
+) -> None:
+    check_sharding("fsdp", FAMILIES, tmp_path, **sizes)
 
 
 @pytest.mark.parametrize("sizes", [{"context": 2}, {"context": 4}, {"context": 2, "data": 2}])
@@ -36,7 +38,9 @@ def test_ranks_that_share_rows_compute_what_one_does(sizes: dict[str, int], tmp_
     check_sharding("fsdp", types, tmp_path, **sizes)
 
 
-@pytest.mark.parametrize("sizes", [{"data": 2}, {"data": 4}, {"data": 2, "context": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{"data": 2}, {"data": 4}, {"data": 4, "replicas": 2}, {"data": 2, "context": 2}]
+)
 def test_ranks_that_share_experts_compute_what_one_does(
     sizes: dict[str, int], tmp_path: Path
 ) -> None:

@@ -104,7 +104,7 @@ class FsdpDescription(BackendDescription):
 
     name: ClassVar[BackendName] = "fsdp"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        parallel=frozenset({"data", "context", "expert"}),
+        parallel=frozenset({"data", "context", "expert", "replicas"}),
         dtypes=("float32", "bfloat16"),
         optimizers=("adamw", "adamw8bit", "muon"),
         lora=True,
@@ -241,7 +241,7 @@ class FsdpDescription(BackendDescription):
         outside += model.num_tower_parameters
         of_layers = 0 if adapters else max(0, model.num_parameters - outside)
         saved = {"adamw": 0, "adamw8bit": 6, "muon": 4}[policy.optimizer.name] * of_layers
-        ranks = policy.parallel.num_ranks
+        ranks = policy.parallel.num_ranks // policy.parallel.replicas
         rows = -(-rows // policy.parallel.context)
         own = 4 * (model.num_parameters + adapters) // ranks
         trained = 4 * adapters // ranks if adapters else own
