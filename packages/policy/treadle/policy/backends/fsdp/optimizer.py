@@ -190,7 +190,8 @@ def _whole(own: Tensor, like: Tensor) -> Tensor:
     """Returns a part as the whole that it is of: its rows are sharded as a parameter's are."""
     if not isinstance(like, DTensor):
         return own
-    shape = torch.Size((like.shape[0], *own.shape[1:]))
+    is_alike = own.shape == like.to_local().shape
+    shape = like.shape if is_alike else torch.Size((like.shape[0], *own.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, like.device_mesh, like.placements, shape=shape, stride=stride)
 

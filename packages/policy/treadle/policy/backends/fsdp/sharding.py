@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
 from treadle.policy.backends.fsdp import experts
 from treadle.policy.backends.ranks import device
 
 if TYPE_CHECKING:
     from treadle.policy.backends.fsdp.net import Net
-    from treadle.policy.config.policy import PolicyConfig
+    from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 
 
 def spread(net: Net, config: PolicyConfig) -> Net:
@@ -36,7 +37,7 @@ def spread(net: Net, config: PolicyConfig) -> Net:
         precision = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
         )
-        mesh = _mesh(config.parallel.replicas)
+        mesh = _joined(net, config.parallel)
         if config.parallel.expert > 1:
             experts.spread(net, config.parallel, precision)
         for layer in net.layers():
@@ -48,12 +49,27 @@ def spread(net: Net, config: PolicyConfig) -> Net:
     return net.to(device())
 
 
-def _mesh(replicas: int) -> DeviceMesh:
-    ranks = dist.get_world_size()
-    if replicas == 1:
-        return init_device_mesh(device().type, (ranks,))
-    shape = (replicas, ranks // replicas)
-    return init_device_mesh(device().type, shape, mesh_dim_names=("replicas", "shards"))
+def _joined(net: Net, parallel: ParallelConfig) -> DeviceMesh:
+    """Returns the ranks that FSDP shards over, between which matrices are split already."""
+    replicas, tensor = parallel.replicas, parallel.tensor
+    shards = dist.get_world_size() // replicas // tensor
+    sizes = {"replicas": replicas, "shards": shards, "tensor": tensor}
+    names = tuple(name for name, size in sizes.items() if size > 1 or name == "shards")
+    shape = tuple(sizes[name] for name in names)
+    mesh = init_device_mesh(device().type, shape, mesh_dim_names=names)
+    if tensor == 1:
+        return mesh
+    _split(net.model, mesh["tensor"])
+    return mesh[names[:-1]]
+
+
+def _split(model: Any, mesh: DeviceMesh) -> None:
+    """Splits matrices between ranks by transformers' own plan of the model."""
+    head = model.get_output_embeddings()
+    if head is not None:  # else the plan would be for what it is tied to, too
+        head.weight = nn.Parameter(head.weight.detach(), requires_grad=head.weight.requires_grad)
+    apply_tensor_parallelism(model, mesh, model._expand_parallel_plan(model.tp_plan))
+    model.tie_weights()
 
 
 def copies(parameter: Tensor) -> int:
