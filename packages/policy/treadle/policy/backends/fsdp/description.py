@@ -85,6 +85,12 @@ class FsdpModel(ModelShape):
         named = self.shapes.items()
         return sum(math.prod(shape) for name, shape in named if "visual" in name.split("."))
 
+    @property
+    def num_expert_parameters(self) -> int:
+        """Number of weights of the experts between which tokens are spread."""
+        named = self.shapes.items()
+        return sum(math.prod(shape) for name, shape in named if "experts" in name.split("."))
+
     def adapted(self, lora: LoraConfig) -> Mapping[str, Sequence[Sequence[int]]]:
         """Returns the shapes of all matrices with an adapter, by their names in a layer.
 
@@ -256,9 +262,9 @@ class FsdpDescription(BackendDescription):
 
         A rank has its share of the float32 weights, and of the gradients and Adam's moments of
         those that are trained; another optimizer keeps less for matrices of layers. One layer is
-        whole at a time, or a tensor rank's part of it. A layer keeps, per row, about
-        8 H + (5 F + 4 A) / tensor numbers, or with recomputation H, and one layer all of them. Of
-        logits there are two copies, of which one is their gradient.
+        whole at a time, or a tensor rank's part of it, with the rank's own experts. A layer keeps,
+        per row, about 8 H + (5 F + 4 A) / tensor numbers, or with recomputation H, and one layer
+        all of them. Of logits there are two copies, of which one is their gradient.
         """
         size = {"float32": 4, "bfloat16": 2}[policy.dtype]
         _, adapters = self.adapters(model, policy.lora) if policy.lora.rank else ((), 0)
@@ -285,7 +291,9 @@ class FsdpDescription(BackendDescription):
             kept = model.num_layers * size * rows * model.hidden_size + layer
         whole = 0
         if ranks > 1 or policy.dtype == "bfloat16":
-            whole = 2 * size * model.num_parameters // max(1, model.num_layers) // tensor
+            experts, shared_by = model.num_expert_parameters, policy.parallel.expert
+            gathered = model.num_parameters - experts + experts // shared_by
+            whole = 2 * size * gathered // max(1, model.num_layers) // tensor
         logits = 2 * size * min(rows, policy.logits_chunk_tokens) * model.vocab_size
         return MemoryEstimate(
             weights=own,

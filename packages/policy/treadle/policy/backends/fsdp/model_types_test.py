@@ -10,7 +10,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.backends.registry import choose
-from treadle.policy.config.policy import ParallelConfig
+from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.policy.testing.any_model import check_sharding, check_type, write_any
 
 PACKED: Final = (
@@ -68,6 +68,23 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
         problems = [*described.split_problems(model, ParallelConfig(**sizes))]
         assert len(problems) == (why is not None)
         assert all(str(why) in problem for problem in problems)
+
+
+def test_a_rank_with_some_of_the_experts_gathers_no_others(tmp_path: Path) -> None:
+    described = FsdpDescription()
+    written = write_any(tmp_path, "glm4_moe")
+    model = described.read_model(tmp_path)
+    named = written.named_parameters()
+    of_experts = sum(p.numel() for name, p in named if ".experts." in name)
+    assert model.num_expert_parameters == of_experts > 0
+
+    def gathered(**sizes: Any) -> int:
+        policy = PolicyConfig(parallel=ParallelConfig(**sizes))
+        return described.memory(model, policy, rows=64).activations
+
+    # Weights and their gradients, half of the experts of four layers.
+    assert gathered(data=2) - gathered(data=2, expert=2) == 2 * 4 * of_experts // 2 // 4
+    assert gathered(data=2, tensor=2) < gathered(data=2)
 
 
 def test_a_model_has_the_backend_that_computes_it() -> None:
