@@ -145,7 +145,7 @@ def train(
 def _in_parts(policy: PolicyBackend, batch: Sequence[TrainSequence]) -> StepStats:
     """Takes a step on a gradient that is added up."""
     parts = (batch[::2], batch[1::2]) if len(batch) > 1 else (batch, batch)
-    *_, last = [policy.forward_backward(part, LOSS) for part in parts]
+    *_, last = [policy.add_gradient(part, LOSS)() for part in parts]
     return step_stats(last, policy.optimizer_step(), time_s=0.0)
 
 
