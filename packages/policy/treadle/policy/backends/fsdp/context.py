@@ -72,9 +72,9 @@ class Context:
         """Whether this rank reports what all of its group have."""
         return self.rank == 0
 
-    def part(self, whole_1P: Tensor) -> Tensor:
-        """Returns this rank's run of positions."""
-        return whole_1P.chunk(self.size, 1)[self.rank]
+    def part(self, whole_XP: Tensor) -> Tensor:
+        """Returns this rank's run of positions, which are the last dimension."""
+        return whole_XP.chunk(self.size, -1)[self.rank]
 
     def own_tokens(self, micro: MicroBatch) -> OwnTokens:
         """Returns the loss tokens of a micro-batch that this rank computes."""

@@ -190,11 +190,11 @@ class FsdpDescription(BackendDescription):
     def split_problems(self, model: FsdpModel, parallel: ParallelConfig) -> Iterator[str]:
         """See `BackendDescription.split_problems`; any number of ranks shards any model."""
         count = parallel.context
-        if count > 1 and model.model_type not in SHARED:
+        if count > 1 and model.model_type not in {*SHARED, *NAMING}:
             yield (
                 f"policy.parallel.context={count}: layers of {model.model_type!r} see other "
-                "positions elsewhere than in attention over packed sequences, and ranks do not "
-                "share rows of images; set policy.parallel.context=1"
+                "positions elsewhere than in attention over packed sequences; set "
+                "policy.parallel.context=1"
             )
         elif model.num_heads % count:
             yield (

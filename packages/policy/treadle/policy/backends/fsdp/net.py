@@ -191,25 +191,31 @@ class Net(nn.Module):
         return hidden_BPH.flatten(0, 1)
 
     def _seeing(self, micro: MicroBatch, images: ImageRows) -> Tensor:
-        """Returns the [1, P, H] hidden states of rows that are images where `images` says so.
+        """Returns the [1, R, H] hidden states of rows that are images where `images` says so.
 
         The model's own forward pass takes each placeholder for an image, sampled ones too.
         """
         base = self.model.base_model
-        embedded_PH = base.get_input_embeddings()(micro.ids_BP)[0]
+        ids_1R, extra = micro.ids_BP, dict[str, Any]()
+        if self._context.size > 1:  # the tower computes all images on each rank
+            ids_1R = self._context.part(micro.ids_BP)
+            count = ids_1R.shape[1]
+            images = images.of_rows(self._context.rank * count, count)
+            extra["attention_mask"] = torch.ones_like(ids_1R)  # as in `_inputs`
+        assert micro.positions_31P is not None
+        embedded_RH = base.get_input_embeddings()(ids_1R)[0]
         with torch.set_grad_enabled(self._trains_tower and torch.is_grad_enabled()):
             found = base.get_image_features(images.patches_XD, images.grids_N3)
         features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         first_KH, *more = (torch.cat(list(each))[images.index_K] for each in features)
-        filled_PH = embedded_PH.index_copy(0, images.rows_K, first_KH.to(embedded_PH.dtype))
-        extra: dict[str, Any] = {}
+        filled_RH = embedded_RH.index_copy(0, images.rows_K, first_KH.to(embedded_RH.dtype))
         if more:
-            mask = torch.zeros_like(micro.ids_BP, dtype=torch.bool)
+            mask = torch.zeros_like(ids_1R, dtype=torch.bool)
             mask[0, images.rows_K] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": more}
+            extra |= {"visual_pos_masks": mask, "deepstack_visual_embeds": more}
         hidden: Tensor = base.language_model(
-            inputs_embeds=filled_PH[None],
-            position_ids=micro.positions_31P,
+            inputs_embeds=filled_RH[None],
+            position_ids=self._context.part(micro.positions_31P),
             use_cache=False,
             **extra,
         ).last_hidden_state
