@@ -34,6 +34,8 @@ def _renderer(name: str) -> HfRenderer:
         ("Qwen3.5-4B", "rounds", 2),
         ("MiniMax-M2", "chat", 3),
         ("MiniMax-M2", "rounds", 2),
+        # The token that ends an answer is written in training only, as is its reasoning.
+        ("openai-gpt-oss-120b", "chat", 3),
         # These rewrite nothing, and write no reasoning.
         ("Qwen-Qwen2.5-7B-Instruct", "rounds", 1),
         ("meta-llama-Llama-3.1-8B-Instruct", "tool", 1),
@@ -64,6 +66,22 @@ def test_each_turn_is_trained_once_on_the_prompt_of_inference(
         assert shown.messages[turn].content in text
         if num_ledgers > 1:
             assert REASONING in text
+
+
+def test_an_answer_is_learned_of_a_template_that_then_drops_the_reasoning_of_calls() -> None:
+    renderer = _renderer("openai-gpt-oss-120b")
+    shown = thinking(BY_NAME["tool"])
+    (tokens,) = transcribe(renderer, Demonstration(messages=shown.messages, tools=TOOLS))
+    texts = [
+        (span.origin, renderer.decode(tokens.ids[span.start : span.stop])) for span in tokens.spans
+    ]
+    (_, call), (_, result), (_, answer) = texts[1:]
+    assert [origin for origin, _ in texts[1:]] == [Origin.SAMPLED, Origin.OBSERVED, Origin.SAMPLED]
+    thought = f"<|channel|>analysis<|message|>{REASONING}<|end|><|start|>assistant"
+    assert call.startswith(f"{thought} to=functions.") and call.endswith("<|call|>")
+    assert result.endswith("<|end|><|start|>assistant")
+    content = shown.messages[-1].content
+    assert answer == f"{thought}<|channel|>final<|message|>{content}<|return|>"
 
 
 @pytest.mark.parametrize(

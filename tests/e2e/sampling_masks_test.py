@@ -124,9 +124,9 @@ async def test_the_policy_has_the_distribution_that_was_sampled(tmp_path: Path) 
         )
         try:
             for name, batch in batches.items():
-                found = policy.forward_backward(batch, loss, temperature=0.7).metrics
+                found = policy.add_gradient(batch, loss, temperature=0.7)().metrics
                 bare = [replace(sequence, sampling_masks=()) for sequence in batch]
-                without = policy.forward_backward(bare, loss, temperature=0.7).metrics
+                without = policy.add_gradient(bare, loss, temperature=0.7)().metrics
                 assert found["rollout/logprob_diff_max"] <= 1e-5, (backend, name, found)
                 assert (without["rollout/logprob_diff_max"] > 0.03) is (name != "whole")
         finally:

@@ -220,29 +220,6 @@ class PolicyBackend(TrainedBackend, Protocol):
         """
         ...
 
-    def forward_backward(
-        self,
-        sequences: Sequence[TrainSequence],
-        loss: LossFn,
-        *,
-        aggregation: LossAggregation = "token-mean",
-        aggregation_length: int | None = None,
-        temperature: float = 1.0,
-        keep_tokens: bool = False,
-    ) -> LossStats:
-        """Adds the gradient of the aggregated loss of `sequences` to that of the next step.
-
-        See `add_gradient`, of whose statistics it is the end.
-        """
-        return self.add_gradient(
-            sequences,
-            loss,
-            aggregation=aggregation,
-            aggregation_length=aggregation_length,
-            temperature=temperature,
-            keep_tokens=keep_tokens,
-        )()
-
     def add_gradient(
         self,
         sequences: Sequence[TrainSequence],
@@ -276,7 +253,7 @@ class PolicyBackend(TrainedBackend, Protocol):
             settings: Settings of this step only; None: those of `policy.optimizer`.
 
         Raises:
-            RuntimeError: There was no `forward_backward` since the last step.
+            RuntimeError: There was no `add_gradient` since the last step.
         """
         ...
 
@@ -292,7 +269,7 @@ class PolicyBackend(TrainedBackend, Protocol):
     ) -> StepStats:
         """Takes one optimizer step on the aggregated loss of all `sequences`.
 
-        See `forward_backward` and `optimizer_step`.
+        See `add_gradient` and `optimizer_step`.
         """
         began = time.perf_counter()
         statistics = self.add_gradient(

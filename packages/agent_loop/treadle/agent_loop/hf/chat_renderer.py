@@ -188,6 +188,14 @@ class HfRenderer:
         text = self.template.text(messages, tools, open_turn=True)
         return self._placed(self._encode_chat(text, keep=True), messages)
 
+    def render_finished(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+    ) -> tuple[int, ...]:
+        """As in `FinishingRenderer`."""
+        self._check_images(messages)
+        text = self.template.text(messages, tools, open_turn=False)
+        return self._placed(self._encode_chat(text), messages).ids
+
     def render_again(
         self,
         messages: Sequence[Message],

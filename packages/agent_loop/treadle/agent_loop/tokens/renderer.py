@@ -258,6 +258,24 @@ class RerenderingRenderer(ChatRenderer, Protocol):
 
 
 @runtime_checkable
+class FinishingRenderer(ChatRenderer, Protocol):
+    """A renderer for conversations that end with an assistant's turn, as training has them.
+
+    Some templates write that turn, its reasoning or its end only if no further turn is opened.
+    """
+
+    def render_finished(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolSpec]
+    ) -> tuple[int, ...]:
+        """Returns the ids of a conversation, without the header of a further turn.
+
+        Raises:
+            RenderError: The template refuses these messages.
+        """
+        ...
+
+
+@runtime_checkable
 class StreamingRenderer(ChatRenderer, Protocol):
     """A renderer that says what is certain of a completion that is still being sampled."""
 

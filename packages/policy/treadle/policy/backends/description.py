@@ -326,7 +326,8 @@ def refusals(
     ]
     for name, value, is_refused, fix in settings:
         if is_refused:
-            other = "fsdp" if name.endswith("optimizer.name") else "megatron"
+            is_of_fsdp = name.endswith(("optimizer.name", "parallel.replicas"))
+            other = "fsdp" if is_of_fsdp else "megatron"
             yield (
                 f"policy.backend={backend.name} has no {name}={value}: set {name}={fix}, or "
                 f"policy.backend={other}"

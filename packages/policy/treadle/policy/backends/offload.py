@@ -7,7 +7,7 @@ read a tensor of a part that is away is undefined.
 
     part          of it                                           kept
     parameters    all weights, frozen ones too                    yes
-    gradients     of all that is trained; they leave with the     between `forward_backward`
+    gradients     of all that is trained; they leave with the     between `add_gradient`
                   parameters                                      and `optimizer_step` only
     optimizer     its state, and float32 weights that are not     yes
                   the parameters

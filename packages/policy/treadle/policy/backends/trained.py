@@ -1,6 +1,6 @@
 """A model with its gradient and its optimizer: what policies and critics of all backends share.
 
-Between calls it holds parameters, optimizer state and, after `forward_backward`, a gradient. What
+Between calls it holds parameters, optimizer state and, after `add_gradient`, a gradient. What
 `policy.offload` takes off the device is restored by the call that needs it, and leaves at
 `release_memory`.
 """
@@ -81,7 +81,7 @@ class Trained:
     def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if not self._has_gradient:
-            raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
+            raise RuntimeError("there is no gradient: call add_gradient before optimizer_step")
         self._has_gradient = False
         self._offload.restore("parameters", "gradients")
         self._reduce_gradients()

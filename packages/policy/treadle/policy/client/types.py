@@ -236,7 +236,7 @@ class TokenValues:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossStats:
-    """The result of one `forward_backward`; equal on every rank.
+    """The statistics of one `add_gradient`; equal on every rank.
 
     Attributes:
         num_computed: Sequences that went through the model; the others had no gradient to give.

@@ -41,6 +41,11 @@ class ParallelConfig(BaseModel):
     """Number of processes that share the experts of a layer, each having some of them, whole. They
     are among the tensor x context x data processes of a pipeline stage, not further ones. Must
     divide that number and the number of experts."""
+    replicas: int = Field(default=1, ge=1)
+    """Number of groups of processes that hold the model whole, each process of a group a share of
+    weights, gradients and optimizer state (hybrid sharding). Weights are gathered within a group,
+    whose processes are neighbours, and gradients are summed over the groups. They are made of the
+    context x data processes: must divide that number. Above 1 it needs policy.backend=fsdp."""
 
     @property
     def num_ranks(self) -> int:
@@ -63,6 +68,21 @@ class ParallelConfig(BaseModel):
     def _sequence_needs_tensor(self) -> Self:
         if self.sequence and self.tensor == 1:
             raise ValueError("sequence=true needs tensor above 1, but tensor is 1")
+        return self
+
+    @model_validator(mode="after")
+    def _replicas_have_ranks(self) -> Self:
+        shared = self.context * self.data
+        if shared % self.replicas:
+            raise ValueError(
+                f"replicas={self.replicas} does not divide context={self.context} x "
+                f"data={self.data}: the replicas of the model are made of these processes"
+            )
+        if self.replicas > 1 and shared // self.replicas % self.expert:
+            raise ValueError(
+                f"expert={self.expert} does not divide the {shared // self.replicas} processes of "
+                f"each of the replicas={self.replicas}: a replica has all experts"
+            )
         return self
 
     @model_validator(mode="after")

@@ -11,6 +11,12 @@ from treadle.policy.config.policy import OptimizerConfig, ParallelConfig, Policy
     ("model", "values", "message"),
     [
         (ParallelConfig, {"sequence": True}, "needs tensor above 1"),
+        (
+            ParallelConfig,
+            {"data": 3, "replicas": 2},
+            "replicas=2 does not divide context=1 x data=3",
+        ),
+        (ParallelConfig, {"data": 4, "replicas": 2, "expert": 4}, "a replica has all experts"),
         (OptimizerConfig, {"schedule": "cosine"}, "schedule=cosine needs decay_steps"),
         (OptimizerConfig, {"decay_steps": 5}, "not to constant"),
         (

@@ -207,7 +207,7 @@ def run_forward_backward(
     keep_tokens: bool = False,
 ) -> pb.ForwardBackwardResponse:
     """Adds the gradient of a batch to that of the next step; see `run_update`."""
-    stats = policy.forward_backward(
+    statistics = policy.add_gradient(
         _with_old_logprobs(policy, sequences, algorithm, temperature),
         policy_loss(algorithm),
         aggregation=algorithm.loss_aggregation,
@@ -215,6 +215,7 @@ def run_forward_backward(
         temperature=temperature,
         keep_tokens=keep_tokens,
     )
+    stats = statistics()
     response = stats_message(pb.ForwardBackwardResponse, stats)
     if stats.tokens is not None:
         values = _token_message(stats.tokens.logprobs_M, stats.tokens.entropy_M)

@@ -57,7 +57,8 @@ class Case:
         """For the test's id."""
         p = self.parallel
         sizes = f"tp{p.tensor}-pp{p.pipeline}-cp{p.context}-dp{p.data}{'-sp' if p.sequence else ''}"
-        return f"{self.model}-{sizes}-n{len(self.lengths)}"
+        replicas = f"-r{p.replicas}" if p.replicas > 1 else ""
+        return f"{self.model}-{sizes}{replicas}-n{len(self.lengths)}"
 
 
 def case(
@@ -144,7 +145,7 @@ def train(
 def _in_parts(policy: PolicyBackend, batch: Sequence[TrainSequence]) -> StepStats:
     """Takes a step on a gradient that is added up."""
     parts = (batch[::2], batch[1::2]) if len(batch) > 1 else (batch, batch)
-    *_, last = [policy.forward_backward(part, LOSS) for part in parts]
+    *_, last = [policy.add_gradient(part, LOSS)() for part in parts]
     return step_stats(last, policy.optimizer_step(), time_s=0.0)
 
 
@@ -239,8 +240,8 @@ class LayoutContract(ContractBase):
         rounds: The layouts; none for a backend of one process.
         writers: Sizes that write a checkpoint, and their first rank; `folder` writes a model folder
             too.
-        readers: Sizes that read all of them, and their first rank. Ranks differ, so that they read
-            side by side.
+        readers: Sizes that read all of them, and their first rank. Those of different ranks read
+            side by side; the last one also writes to a full disk.
     """
 
     rounds: ClassVar[Rounds] = ()

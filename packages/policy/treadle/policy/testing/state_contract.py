@@ -57,7 +57,7 @@ class StateContract(ContractBase):
         policy = open_policy(folder, **SETTINGS)
         policy.save(tmp_path / "start")
         want = go_on(policy, 2)
-        policy.forward_backward(sequences(), LOSS)  # is of what was before the checkpoint
+        policy.add_gradient(sequences(), LOSS)  # is of what was before the checkpoint
         policy.load(tmp_path / "start")
         assert policy.step == 0
         assert go_on(policy, 2) == want

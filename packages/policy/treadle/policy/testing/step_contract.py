@@ -150,11 +150,11 @@ class StepContract(ContractBase):
         weights = exported(policy)
         assert want.metrics["own/loss"] == pytest.approx(want.loss / want.num_loss_tokens, rel=1e-5)
         policy = open_policy(folder, optimizer=LINEAR)
-        with pytest.raises(RuntimeError, match="call forward_backward before optimizer_step"):
+        with pytest.raises(RuntimeError, match="call add_gradient before optimizer_step"):
             policy.optimizer_step()
         before = policy.logprobs(batch)
         parts = [
-            policy.forward_backward(part, loss, aggregation="token-sum")
+            policy.add_gradient(part, loss, aggregation="token-sum")()
             for part in (batch[:3], batch[3:4], batch[4:])
         ]
         policy.release_memory()
@@ -165,7 +165,7 @@ class StepContract(ContractBase):
         assert stats.grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
         assert (stats.step, stats.learning_rate) == (want.step, want.learning_rate)
         assert largest_difference(exported(policy), weights) < 1e-6
-        with pytest.raises(RuntimeError, match="call forward_backward before optimizer_step"):
+        with pytest.raises(RuntimeError, match="call add_gradient before optimizer_step"):
             policy.optimizer_step()
 
     def test_a_step_may_have_settings_of_its_own(
@@ -180,7 +180,7 @@ class StepContract(ContractBase):
         policy.train_step(batch, loss)
         weights = exported(policy)
         policy = open_policy(folder, optimizer=LINEAR)
-        policy.forward_backward(batch, loss)
+        policy.add_gradient(batch, loss)
         assert policy.optimizer_step(other.at_step(0)).learning_rate == other.lr
         assert largest_difference(exported(policy), weights) < 1e-6
         assert policy.train_step(batch, loss).learning_rate == LINEAR.learning_rate(1)

@@ -182,7 +182,9 @@ NOTED = {
     "actor_rollout_ref.actor.fsdp_config.entropy_from_logits_chunk_size": _CHUNKED,
     "actor_rollout_ref.actor.fsdp_config.entropy_from_logits_with_chunking": _CHUNKED,
     "actor_rollout_ref.actor.fsdp_config.forward_prefetch": _FSDP,
-    "actor_rollout_ref.actor.fsdp_config.fsdp_size": _FSDP,
+    "actor_rollout_ref.actor.fsdp_config.fsdp_size": (
+        "all ranks share the weights: see policy.parallel.replicas, with policy.backend=fsdp"
+    ),
     "actor_rollout_ref.actor.fsdp_config.offload_policy": (
         "weights are on the device while the policy computes: see policy.offload"
     ),

@@ -17,7 +17,7 @@ All functions are pure.
 
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from treadle.agent_loop import (
     ChatRenderer,
@@ -31,6 +31,7 @@ from treadle.agent_loop import (
     ToolSpec,
     Transcript,
 )
+from treadle.agent_loop.tokens.renderer import FinishingRenderer
 from treadle.policy.client.types import TrainSequence
 from treadle.trainer.sft.demonstration import Demonstration
 
@@ -124,10 +125,9 @@ def _said(
                 f"message {turn} contains {renderer.decode(found[:1])!r}, which ends a turn, in "
                 f"{where}, {text[:80]!r}: a model that says it stops there. Remove it"
             )
-    spoken, following = messages[: turn + 1], messages[turn + 1 : turn + 2] or (_NEXT,)
     is_behind = False
-    for shown in (spoken, (*spoken, *following)):
-        written = _behind(renderer, prompt, renderer.render(shown, tools=tools).ids)
+    for closed in _closed(renderer, messages, turn, tools):
+        written = _behind(renderer, prompt, closed)
         is_behind |= written is not None
         for end, token in enumerate(written or (), start=1):
             if token in stops:
@@ -143,6 +143,17 @@ def _said(
     raise ValueError(
         f"the chat template ends message {turn} with none of the renderer's stop token ids {stops}"
     )
+
+
+def _closed(
+    renderer: ChatRenderer, messages: Sequence[Message], turn: int, tools: Sequence[ToolSpec]
+) -> Iterator[tuple[int, ...]]:
+    """Yields the ways in which a template may write a turn, and its end."""
+    spoken, following = messages[: turn + 1], messages[turn + 1 : turn + 2] or (_NEXT,)
+    for shown in (spoken, (*spoken, *following)):
+        yield renderer.render(shown, tools=tools).ids
+    if isinstance(renderer, FinishingRenderer):
+        yield renderer.render_finished(spoken, tools=tools)
 
 
 def _check_complete(
@@ -221,11 +232,21 @@ def _dumped(value: object) -> str:
 def _behind(
     renderer: ChatRenderer, prompt: tuple[int, ...], closed: tuple[int, ...]
 ) -> tuple[int, ...] | None:
-    """Returns what `closed` has behind `prompt`, as ids that begin there; None if it differs."""
+    """Returns what `closed` has behind `prompt`, as ids that begin there; None if it differs.
+
+    Of earlier turns the template may leave something out as soon as there is an answer (gpt-oss's
+    the reasoning of calls): then it is what is behind all that followed the turn before.
+    """
     if closed[: len(prompt)] == prompt:
         return closed[len(prompt) :]
     head, text = renderer.decode(prompt), renderer.decode(closed)
-    return renderer.encode(text[len(head) :]) if text.startswith(head) else None
+    if text.startswith(head):
+        return renderer.encode(text[len(head) :])
+    ends = [at for at, token in enumerate(prompt, start=1) if token in renderer.stop_token_ids]
+    tail = renderer.decode(prompt[ends[-1] :]) if ends else ""
+    if tail and text.count(tail) == head.count(tail):
+        return renderer.encode(text[text.rindex(tail) + len(tail) :])
+    return None
 
 
 def train_sequences(

@@ -28,8 +28,9 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp import lora, weights
 from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.fsdp.description import FsdpDescription
-from treadle.policy.backends.fsdp.net import Net, load, spread
+from treadle.policy.backends.fsdp.net import Net, load
 from treadle.policy.backends.fsdp.optimizer import Optimizer, shard
+from treadle.policy.backends.fsdp.sharding import spread
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.hf_weights import write_together
 from treadle.policy.backends.loss_batch import PolicyLoss, to_compute

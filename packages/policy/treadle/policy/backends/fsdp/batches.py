@@ -121,6 +121,7 @@ class Batch(LossBatch):
             own = [range(length) for length in lengths]
             loss_tokens["images"] = self._images.rows(chosen, own, None, self._at)
             positions = np.concatenate([self._images.positions(s) for s in chosen], 1)
+            positions = np.pad(positions, ((0, 0), (0, ids.shape[1] - positions.shape[1])))
             loss_tokens["positions_31P"] = torch.from_numpy(positions)[:, None].to(self._at)
         return MicroBatch(
             ids_BP=to_device(ids.astype(np.int64), self._at),

@@ -55,14 +55,14 @@ class Context:
     def joined(parallel: ParallelConfig, rendezvous: Rendezvous) -> Context:
         """Returns the place of this rank, whose world is up; collective."""
         size, shards = parallel.context, parallel.data
-        shard, rank = divmod(dist.get_rank(), size)
-        group = siblings = None
+        shard, rank = divmod(dist.get_rank(), size * parallel.tensor)
+        siblings = siblings_of(parallel, timedelta(seconds=rendezvous.timeout_s))
+        group = None
         if size > 1:
             mesh = init_device_mesh(
                 device().type, (shards, size), mesh_dim_names=("data", "context")
             )
             group = mesh.get_group("context")
-            siblings = siblings_of(parallel, timedelta(seconds=rendezvous.timeout_s))
         return Context(
             size=size, rank=rank, group=group, siblings=siblings, shards=shards, shard=shard
         )
@@ -72,9 +72,9 @@ class Context:
         """Whether this rank reports what all of its group have."""
         return self.rank == 0
 
-    def part(self, whole_1P: Tensor) -> Tensor:
-        """Returns this rank's run of positions."""
-        return whole_1P.chunk(self.size, 1)[self.rank]
+    def part(self, whole_XP: Tensor) -> Tensor:
+        """Returns this rank's run of positions, which are the last dimension."""
+        return whole_XP.chunk(self.size, -1)[self.rank]
 
     def own_tokens(self, micro: MicroBatch) -> OwnTokens:
         """Returns the loss tokens of a micro-batch that this rank computes."""

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from treadle.policy.backend import CriticBackend, step_stats
-from treadle.policy.backends.fsdp.net import ValueNet, load, spread
+from treadle.policy.backends.fsdp.net import ValueNet, load
 from treadle.policy.backends.fsdp.optimizer import Optimizer
+from treadle.policy.backends.fsdp.sharding import spread
 from treadle.policy.backends.fsdp.trained import TrainedNet
 from treadle.policy.backends.loss_batch import ValueLoss, to_compute
 from treadle.policy.client.batch import token_weights

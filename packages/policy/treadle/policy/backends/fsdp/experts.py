@@ -11,7 +11,7 @@ rows that this rank computes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -25,24 +25,28 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.exchange import exchanged
 from treadle.policy.backends.ranks import device
 
+if TYPE_CHECKING:
+    from treadle.policy.config.policy import ParallelConfig
+
 NAME: Final = "treadle_spread"
 """What a model's `experts_implementation` is for this."""
 
 
-def spread(model: nn.Module, count: int, precision: MixedPrecisionPolicy) -> None:
+def spread(model: nn.Module, parallel: ParallelConfig, precision: MixedPrecisionPolicy) -> None:
     """Leaves this rank its share of the experts, which FSDP shards over those with the same.
 
     Args:
-        count: Number of ranks that share the experts of a layer; they are neighbours.
+        parallel: Has the number of ranks that share the experts of a layer, which are neighbours.
         precision: Precision of the other parameters.
 
     Raises:
         UnsupportedModelError: They cannot be shared.
     """
-    world = dist.get_world_size()
-    mesh = init_device_mesh(
-        device().type, (world // count, count), mesh_dim_names=("copies", "experts")
-    )
+    count, replicas = parallel.expert, parallel.replicas
+    shape = (replicas, dist.get_world_size() // replicas // count, count)
+    names = ("replicas", "copies", "experts")
+    first = int(replicas == 1)
+    mesh = init_device_mesh(device().type, shape[first:], mesh_dim_names=names[first:])
     # The weights of a row stay float32, as within a layer that is sharded as a whole.
     own = MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
@@ -61,7 +65,7 @@ def spread(model: nn.Module, count: int, precision: MixedPrecisionPolicy) -> Non
             part = distribute_tensor(parameter, mesh["experts"], [Shard(0)], src_data_rank=None)
             kept = nn.Parameter(part, requires_grad=parameter.requires_grad)
             experts.register_parameter(name, kept)
-        fully_shard(experts, mesh=mesh["copies"], mp_policy=own)
+        fully_shard(experts, mesh=mesh[names[first:-1]], mp_policy=own)
         experts.config._experts_implementation = NAME
     if not found:
         raise UnsupportedModelError(

@@ -33,6 +33,8 @@ IN_ROWS: Final = tuple(_IN_ROWS.split())
 MODEL_TYPES: Final = (*PACKED, *IN_ROWS)
 OWN_EXPERTS: Final = frozenset(("jetmoe", "llama4_text"))
 """Their experts are not behind the interface of transformers, and ranks do not share them."""
+NOT_SPLIT: Final = frozenset(("apertus", "inkling_text", "llama4_text"))
+"""By transformers' plans for them, tensor ranks do not compute what one process does."""
 
 _REASONS: Final[Mapping[str, str]] = {
     "it is an encoder: its positions see later ones": """

@@ -10,7 +10,7 @@ from treadle.policy.backends.description import UnsupportedModelError
 from treadle.policy.backends.fsdp.description import FsdpDescription
 from treadle.policy.backends.fsdp.model_types import MODEL_TYPES, REFUSED
 from treadle.policy.backends.registry import choose
-from treadle.policy.config.policy import ParallelConfig
+from treadle.policy.config.policy import ParallelConfig, PolicyConfig
 from treadle.policy.testing.any_model import check_sharding, check_type, write_any
 
 PACKED: Final = (
@@ -38,6 +38,12 @@ def test_ranks_that_share_experts_compute_what_one_does(tmp_path: Path) -> None:
     check_sharding("fsdp", types, tmp_path, data=2, expert=2)
 
 
+def test_ranks_that_share_matrices_compute_what_one_does(tmp_path: Path) -> None:
+    """Norms of heads, latent attention, experts beside shared ones, gated delta nets."""
+    types = ("deepseek_v3", "gemma3_text", "glm4_moe", "qwen3_next")
+    check_sharding("fsdp", types, tmp_path, tensor=2)
+
+
 def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
     described = FsdpDescription()
     sizes: Any
@@ -49,12 +55,36 @@ def test_what_ranks_cannot_share_is_refused(tmp_path: Path) -> None:
         ("llama4_text", {"data": 2, "expert": 2}, "expert=2 does not divide the 0 experts"),
         ("gpt_oss", {"data": 3, "expert": 3}, "expert=3 does not divide the 4 experts"),
         ("gpt_oss", {"data": 2, "expert": 2}, None),
+        ("qwen3", {"tensor": 4}, "whose greatest common divisor is 2"),
+        ("gpt_oss", {"tensor": 2}, "transformers has no plan for 'gpt_oss'"),
+        ("llama4_text", {"tensor": 2}, "transformers has no plan for 'llama4_text'"),
+        ("qwen3", {"tensor": 2, "context": 2}, "does not go with policy.parallel.context=2"),
+        ("qwen3", {"tensor": 2, "sequence": True}, "with policy.parallel.sequence=true: leave"),
+        ("glm4_moe", {"tensor": 2, "expert": 2}, "does not go with policy.parallel.expert=2"),
+        ("glm4_moe", {"tensor": 2, "data": 4, "replicas": 2}, None),
     ):
         write_any(tmp_path / model_type, model_type)
         model = described.read_model(tmp_path / model_type)
         problems = [*described.split_problems(model, ParallelConfig(**sizes))]
         assert len(problems) == (why is not None)
         assert all(str(why) in problem for problem in problems)
+
+
+def test_a_rank_with_some_of_the_experts_gathers_no_others(tmp_path: Path) -> None:
+    described = FsdpDescription()
+    written = write_any(tmp_path, "glm4_moe")
+    model = described.read_model(tmp_path)
+    named = written.named_parameters()
+    of_experts = sum(p.numel() for name, p in named if ".experts." in name)
+    assert model.num_expert_parameters == of_experts > 0
+
+    def gathered(**sizes: Any) -> int:
+        policy = PolicyConfig(parallel=ParallelConfig(**sizes))
+        return described.memory(model, policy, rows=64).activations
+
+    # Weights and their gradients, half of the experts of four layers.
+    assert gathered(data=2) - gathered(data=2, expert=2) == 2 * 4 * of_experts // 2 // 4
+    assert gathered(data=2, tensor=2) < gathered(data=2)
 
 
 def test_a_model_has_the_backend_that_computes_it() -> None:

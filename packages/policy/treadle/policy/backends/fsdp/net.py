@@ -10,28 +10,24 @@ Shape suffixes: B rows, P positions of a row, T loss tokens, H hidden, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils.logging import disable_progress_bar
 
 from treadle.policy.backends.description import UnsupportedModelError
-from treadle.policy.backends.fsdp import attention, experts
+from treadle.policy.backends.fsdp import attention
 from treadle.policy.backends.fsdp.context import Context
 from treadle.policy.backends.fsdp.description import EXPERTS
+from treadle.policy.backends.fsdp.sharding import reach
 from treadle.policy.backends.logprobs import from_logits, in_chunks
-from treadle.policy.backends.ranks import device
 from treadle.policy.backends.usage import ModelWork, windows_of
 from treadle.policy.backends.vision.shape import NAMING
 from treadle.policy.client.hf_files import QUANTISED_KEYS
@@ -44,7 +40,6 @@ if TYPE_CHECKING:
     from treadle.policy.backends.fsdp.batches import MicroBatch
     from treadle.policy.backends.fsdp.description import FsdpModel
     from treadle.policy.backends.vision.rows import ImageRows
-    from treadle.policy.config.policy import PolicyConfig
 
 _LENGTHS = (7, 4)
 """Of the sequences that show how a model can be run: short, as each is run several times."""
@@ -190,31 +185,37 @@ class Net(nn.Module):
         if micro.images is None:
             hidden_BPH = self._hidden(micro.ids_BP, micro.lengths)
             if self._trains_tower and torch.is_grad_enabled():  # by the images of other ranks
-                hidden_BPH = _reach(hidden_BPH, self.model.base_model.visual.parameters())
+                hidden_BPH = reach(hidden_BPH, self.model.base_model.visual.parameters())
         else:
             hidden_BPH = self._seeing(micro, micro.images)
         return hidden_BPH.flatten(0, 1)
 
     def _seeing(self, micro: MicroBatch, images: ImageRows) -> Tensor:
-        """Returns the [1, P, H] hidden states of rows that are images where `images` says so.
+        """Returns the [1, R, H] hidden states of rows that are images where `images` says so.
 
         The model's own forward pass takes each placeholder for an image, sampled ones too.
         """
         base = self.model.base_model
-        embedded_PH = base.get_input_embeddings()(micro.ids_BP)[0]
+        ids_1R, extra = micro.ids_BP, dict[str, Any]()
+        if self._context.size > 1:  # the tower computes all images on each rank
+            ids_1R = self._context.part(micro.ids_BP)
+            count = ids_1R.shape[1]
+            images = images.of_rows(self._context.rank * count, count)
+            extra["attention_mask"] = torch.ones_like(ids_1R)  # as in `_inputs`
+        assert micro.positions_31P is not None
+        embedded_RH = base.get_input_embeddings()(ids_1R)[0]
         with torch.set_grad_enabled(self._trains_tower and torch.is_grad_enabled()):
             found = base.get_image_features(images.patches_XD, images.grids_N3)
         features = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         first_KH, *more = (torch.cat(list(each))[images.index_K] for each in features)
-        filled_PH = embedded_PH.index_copy(0, images.rows_K, first_KH.to(embedded_PH.dtype))
-        extra: dict[str, Any] = {}
+        filled_RH = embedded_RH.index_copy(0, images.rows_K, first_KH.to(embedded_RH.dtype))
         if more:
-            mask = torch.zeros_like(micro.ids_BP, dtype=torch.bool)
+            mask = torch.zeros_like(ids_1R, dtype=torch.bool)
             mask[0, images.rows_K] = True
-            extra = {"visual_pos_masks": mask, "deepstack_visual_embeds": more}
+            extra |= {"visual_pos_masks": mask, "deepstack_visual_embeds": more}
         hidden: Tensor = base.language_model(
-            inputs_embeds=filled_PH[None],
-            position_ids=micro.positions_31P,
+            inputs_embeds=filled_RH[None],
+            position_ids=self._context.part(micro.positions_31P),
             use_cache=False,
             **extra,
         ).last_hidden_state
@@ -312,70 +313,6 @@ def _windows(config: Any, num_layers: int) -> list[int | None]:
         elif ("attention" in kind or kind == "hybrid") and "linear" not in kind:
             found.append(None)
     return found
-
-
-def spread(net: Net, config: PolicyConfig) -> Net:
-    """Keeps this rank's share of a model, which each rank has whole."""
-    if config.recompute == "full":
-        net.recompute()
-    for layer in net.layers():
-        layer.register_forward_hook(_reach_all)  # before FSDP's, which frees the parameters
-    half = config.dtype != "float32"
-    if dist.get_world_size() > 1 or half:
-        precision = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if half else None, reduce_dtype=torch.float32
-        )
-        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
-        if config.parallel.expert > 1:
-            experts.spread(net, config.parallel.expert, precision)
-        for layer in net.layers():
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(net, mesh=mesh, mp_policy=precision)
-    elif config.offload.names:  # memory that the file is mapped into would have to stay
-        for parameter in net.parameters():
-            parameter.data = parameter.data.clone()
-    return net.to(device())
-
-
-def _reach_all(layer: nn.Module, _: Any, output: Any) -> Any:
-    """Returns the output of a layer, from which a gradient reaches all its parameters."""
-    # Experts that ranks share have their own part of FSDP, and always a gradient.
-    trained = [p for p in layer.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-    if not (torch.is_grad_enabled() and trained):
-        return output
-    if isinstance(output, Tensor):
-        return _reach(output, trained)
-    return (_reach(output[0], trained), *output[1:])
-
-
-def _reach(output: Tensor, parameters: Iterable[Tensor]) -> Tensor:
-    reached: Tensor = _ReachAll.apply(output, *parameters)  # type: ignore[no-untyped-call]
-    return reached
-
-
-class _ReachAll(torch.autograd.Function):
-    """Gives a gradient of zeros to parameters that the output does not depend on.
-
-    FSDP reduces the parameters that have a gradient, so ranks must agree on which these are. They
-    do not by themselves: DeepSeek V4 compresses keys only in sequences above a length.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, output: Tensor, *parameters: Tensor) -> Tensor:
-        """Returns a copy of the output: of a view FSDP warns that it may be changed in place."""
-        ctx.shapes = [p.shape for p in parameters]
-        ctx.dtypes = [p.dtype for p in parameters]
-        return output.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """Returns the output's gradient, and zeros without memory of their own."""
-        (of_output,) = gradients
-        zeros = (
-            of_output.new_zeros((), dtype=dtype).expand(shape)
-            for shape, dtype in zip(ctx.shapes, ctx.dtypes, strict=True)
-        )
-        return (of_output, *zeros)
 
 
 class ValueNet(Net):

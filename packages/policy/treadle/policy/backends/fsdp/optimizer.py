@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from treadle.policy.backends.fsdp.description import NO_8BIT
+from treadle.policy.backends.fsdp.sharding import copies
 from treadle.policy.backends.ranks import device
 
 if TYPE_CHECKING:
@@ -96,22 +97,23 @@ class Optimizer:
     @torch.no_grad()
     def apply(self, settings: AdamSettings) -> tuple[float, bool]:
         """See `ModelOptimizer.apply`; forgets the gradient."""
-        gradients = []
+        of_copies: dict[int, list[Tensor]] = {}
         for name, own in self.shards.items():
             gradient = self._parameters[name].grad
             own.grad = None if gradient is None else shard(gradient)
             if own.grad is not None:
-                gradients.append(own.grad)
+                of_copies.setdefault(copies(self._parameters[name]), []).append(own.grad)
         squared = torch.zeros((), dtype=torch.float64, device=device())
-        if gradients:
-            norms = torch._foreach_norm(gradients)
-            squared = torch.stack(norms).to(torch.float64).square().sum()
+        for count, alike in of_copies.items():
+            norms = torch.stack(torch._foreach_norm(alike)).to(torch.float64)
+            squared += norms.square().sum() / count
         dist.all_reduce(squared)
         of_all = float(squared)  # the one place of a step where the host waits
         norm = math.sqrt(of_all) if math.isfinite(of_all) else math.inf
         applied = math.isfinite(norm)
         if applied:
             if norm > settings.grad_clip:
+                gradients = [gradient for alike in of_copies.values() for gradient in alike]
                 torch._foreach_mul_(gradients, settings.grad_clip / (norm + 1e-6))
             if self._adam is not None:
                 for group in self._adam.param_groups:
@@ -188,7 +190,8 @@ def _whole(own: Tensor, like: Tensor) -> Tensor:
     """Returns a part as the whole that it is of: its rows are sharded as a parameter's are."""
     if not isinstance(like, DTensor):
         return own
-    shape = torch.Size((like.shape[0], *own.shape[1:]))
+    is_alike = own.shape == like.to_local().shape
+    shape = like.shape if is_alike else torch.Size((like.shape[0], *own.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(own, like.device_mesh, like.placements, shape=shape, stride=stride)
 

@@ -95,7 +95,8 @@ class TrainedNet(Trained):
             with packed(micro.lengths, self._context):
                 outputs = self._net(micro, *settings)
                 total = outputs[0].sum() * 0.0 if micro.is_blank else loss(micro, *outputs)
-                (total * dist.get_world_size()).backward()  # FSDP takes the mean over ranks
+                # FSDP takes the mean over ranks, of which those with parts of matrices are one.
+                (total * (dist.get_world_size() // self._config.parallel.tensor)).backward()
         return count
 
     def micro_batches(self, batch: Batch, computed: Sequence[int]) -> Iterator[MicroBatch]:

@@ -9,4 +9,4 @@ from treadle.policy.testing.vision_contract import VisionContract
 
 class TestFsdpVision(VisionContract):
     backend: ClassVar[BackendName] = "fsdp"
-    seeing_layouts: ClassVar[tuple[Mapping[str, Any], ...]] = ({"data": 2},)
+    seeing_layouts: ClassVar[tuple[Mapping[str, Any], ...]] = ({"data": 2}, {"context": 2})

@@ -23,7 +23,6 @@ import importlib.util
 import sys
 import types
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -53,15 +52,11 @@ _FACTORIES: Final = (
     "zeros_like",
 )
 
-_hits: Counter[tuple[str, str]] | None = None
 _proxy: types.ModuleType | None = None
 
 
-def install(*, trace: bool = False) -> bool:
+def install() -> bool:
     """Prepares this process for `import megatron.core`; safe to call again.
-
-    Args:
-        trace: Count which Megatron functions reach the facade, for `patched_sites`.
 
     Returns:
         True if the facade is active, False if CUDA is available and nothing was changed.
@@ -70,7 +65,7 @@ def install(*, trace: bool = False) -> bool:
         ImportError: Megatron-core is missing or of another version.
         RuntimeError: megatron.core was imported before this call.
     """
-    global _proxy, _hits
+    global _proxy
     _check_version()
     if _proxy is not None:
         return True
@@ -82,16 +77,10 @@ def install(*, trace: bool = False) -> bool:
             "megatron.core was imported before treadle.policy.backends.megatron.device.install(); "
             "import treadle.policy.backends.megatron first"
         )
-    _hits = Counter() if trace else None
     _proxy = _proxy_of_torch()
     sys.meta_path.insert(0, _Finder())
     _patch_tensor()
     return True
-
-
-def patched_sites() -> Counter[tuple[str, str]]:
-    """Counts (facade API, "file:function" of the Megatron caller) since `install(trace=True)`."""
-    return Counter(_hits or {})
 
 
 def _check_version() -> None:
@@ -118,17 +107,6 @@ def _quiet_optional_dependencies() -> None:
         ".*without fp32 routing.*",
     ):
         warnings.filterwarnings("ignore", message=pattern)
-
-
-def _note(api: str) -> None:
-    if _hits is None:
-        return
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None and "megatron/core/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    if frame is not None:
-        file = frame.f_code.co_filename.rpartition("megatron/core/")[2]
-        _hits[(api, f"{file}:{frame.f_code.co_name}")] += 1
 
 
 class _Ordered:
@@ -177,16 +155,8 @@ def _cuda_namespace() -> types.ModuleType:
         "synchronize": nothing,
     }
 
-    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            _note(f"torch.cuda.{name}")
-            return function(*args, **kwargs)
-
-        return call
-
     module = types.ModuleType("torch.cuda")
-    module.__dict__.update({name: noted(name, f) for name, f in functions.items()})
-    module.__dict__.update(Stream=_Ordered, Event=_Ordered)
+    module.__dict__.update(functions, Stream=_Ordered, Event=_Ordered)
     module.__dict__["__getattr__"] = functools.partial(getattr, torch.cuda)
     return module
 
@@ -198,7 +168,6 @@ def _proxy_of_torch() -> types.ModuleType:
         @functools.wraps(factory)
         def call(*args: Any, **kwargs: Any) -> Any:
             if str(kwargs.get("device", "")).startswith("cuda"):
-                _note(f"torch.{factory.__name__}(device='cuda')")
                 kwargs["device"] = CPU
             if kwargs.get("pin_memory"):
                 kwargs["pin_memory"] = False
@@ -226,18 +195,15 @@ def _adapt(module: types.ModuleType) -> None:
     if module.__name__ == "megatron.core.tensor_parallel.random":
         # The originals queue a callback on CUDA's lazy initialisation, which never comes.
         def get_state(device: object = None, clone: bool = False, graph_safe: bool = False) -> Any:
-            _note("tensor_parallel.random._get_cuda_rng_state")
             return torch.get_rng_state()
 
         def set_state(state: Any, device: object = None, graph_safe: bool = False) -> None:
-            _note("tensor_parallel.random._set_cuda_rng_state")
             torch.set_rng_state(state)
 
         module.__dict__.update(_get_cuda_rng_state=get_state, _set_cuda_rng_state=set_state)
     if module.__name__ == "megatron.core.transformer.moe.moe_utils":
         # The original makes an array of a CUDA tensor only, and all-to-all takes no tensor.
         def on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-            _note("moe_utils.maybe_move_tensor_to_cpu")
             return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
         module.__dict__["maybe_move_tensor_to_cpu"] = on_host
@@ -274,7 +240,6 @@ def _patch_tensor() -> None:
     true_type = torch.Tensor.type
 
     def cuda(self: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
-        _note("Tensor.cuda()")
         return self
 
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -283,7 +248,6 @@ def _patch_tensor() -> None:
         name = true_type(self)
         if "megatron/core/optimizer" not in sys._getframe(1).f_code.co_filename:
             return name
-        _note("Tensor.type()")
         return name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]

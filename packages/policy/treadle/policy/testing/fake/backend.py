@@ -263,7 +263,7 @@ class FakePolicy(PolicyBackend):
     def optimizer_step(self, settings: AdamSettings | None = None) -> OptimizerStats:
         """See `PolicyBackend.optimizer_step`."""
         if self._gradient is None:
-            raise RuntimeError("there is no gradient: call forward_backward before optimizer_step")
+            raise RuntimeError("there is no gradient: call add_gradient before optimizer_step")
         gradient, self._gradient = self._gradient, None
         settings = settings or self._config.optimizer.at_step(self._step)
         norm = float(np.sqrt(sum(float(np.square(g).sum()) for g in gradient.values())))
