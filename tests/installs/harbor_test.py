@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -104,12 +105,15 @@ async def test_a_trial_ends_with_its_trajectory(harbor: Path, tmp_path: Path) ->
         fields=row,
     )
     before = set(descendants(os.getpid()))
-    attempt = asyncio.create_task(HarborLoop().run(task, services))
-    await generator.until_running(1)
-    assert len(set(descendants(os.getpid())) - before) > 3  # the trial, its room, tmux in it
-    attempt.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await attempt
+    async with HarborLoop() as loop:
+        attempt = asyncio.create_task(loop.run(task, services))
+        await generator.until_running(1)
+        during = set(descendants(os.getpid())) - before
+        attempt.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await attempt
+        left = set(descendants(os.getpid())) - before
+        assert left < during and len(left) == 2  # the server, and its supervisor
     assert set(descendants(os.getpid())) <= before
 
 
@@ -143,8 +147,12 @@ def test_what_a_task_needs_and_cannot_have_is_one_sentence(harbor: Path, tmp_pat
     file.write_text(f"harbor: {EXAMPLE / 'tasks'}\npython: {harbor}\nlimits: {{memory: 1}}\n")
     with pytest.raises(SetupError, match="unexpected keyword argument 'memory'"):
         list(read_rows(file))
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken" / "task.toml").write_text("")
-    file.write_text(f"harbor: .\npython: {harbor}\n")
-    with pytest.raises(SetupError, match="task broken: its environment folder has no Dockerfile"):
+    broken = tmp_path / "tasks" / "broken"
+    shutil.copytree(EXAMPLE / "tasks" / "sum_file", broken)
+    (broken / "environment" / "Dockerfile").write_text("FROM alpine\n")
+    (tmp_path / "tasks" / "empty").mkdir()
+    (tmp_path / "tasks" / "empty" / "task.toml").touch()
+    file.write_text(f"harbor: tasks\npython: {harbor}\n")
+    with pytest.raises(SetupError, match="task broken: 'FROM alpine' is not a plain") as refused:
         list(read_rows(file))
+    assert "task empty: " in str(refused.value) and "missing instruction.md" in str(refused.value)

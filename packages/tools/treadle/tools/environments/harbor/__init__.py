@@ -12,10 +12,10 @@
     reward: tests_passed                 # a key of reward.json, if none is "reward"
     trials: harbor_trials/               # keeps what Harbor writes; by default it is deleted
 
-Harbor is imported by no process of the run: a trial is a process (`trial`) of the interpreter that
-has Harbor, started for one trajectory and ended with it. Its agent gets the endpoint that records
-tokens (`treadle.agent_loop.proxy`) as OPENAI_BASE_URL, and its environment is a room of our sandbox
-(`environment`), so that no container is needed.
+Harbor is imported by no process of the run: a trial is a process of the interpreter that has
+Harbor (`trial`), forked for one trajectory and ended with it. Its agent gets the endpoint that
+records tokens (`treadle.agent_loop.proxy`) as OPENAI_BASE_URL, and its environment is a room of our
+sandbox (`environment`), so that no container is needed.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from treadle.agent_loop import SetupError
 from treadle.agent_loop.proxy import (
     AgentConstraints,
     AgentSampling,
     AgentSession,
-    CommandAgent,
     ProxyAgentLoop,
 )
 from treadle.tools.arguments import require_extra
+from treadle.tools.environments.harbor.trials import HarborTrials
 from treadle.tools.environments.settings import EnvironmentSettings, make_row, settings_of
 from treadle.tracing.child_process import supervised
 
@@ -51,8 +51,6 @@ _LIBRARY: Final = "harbor"
 _LOOP: Final = f"{__name__}:HarborLoop"
 _CHOICES: Final = {"network": ("none", "host"), "unsupported": ("refuse", "skip")}
 _SHOWN: Final = 3
-# LiteLLM would look for prices on the network at each start.
-_ENVIRONMENT: Final = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HARBOR_TELEMETRY": "0"}
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +76,7 @@ def rows(settings: EnvironmentSettings) -> Iterator[Mapping[str, object]]:
     if problems and settings.values.get("unsupported") != "skip":
         more = f" (and {len(problems) - _SHOWN} more)" if len(problems) > _SHOWN else ""
         raise SetupError(
-            f"{settings.where}: {'; '.join(problems[:_SHOWN])}{more}. `unsupported: skip` leaves "
+            f"{settings.where}: {'; '.join(problems[:_SHOWN])}{more}; `unsupported: skip` leaves "
             "such tasks out"
         )
     for problem in problems:
@@ -97,21 +95,41 @@ class HarborLoop(ProxyAgentLoop):
     scores_itself = True
 
     def __init__(self) -> None:
+        self._trials: dict[str, HarborTrials] = {}
         super().__init__(
             self._attempt, sampling=AgentSampling.RUN, constraints=AgentConstraints.IGNORE
         )
 
-    async def _attempt(self, session: AgentSession) -> None:
-        settings, _ = settings_of(session.task, _LIBRARY)
-        # Removed here, because a trial may be ended at any place.
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        trials, self._trials = self._trials, {}
+        for each in trials.values():
+            await each.aclose()
+
+    async def _attempt(self, session: AgentSession) -> float:
+        settings, extra = settings_of(session.task, _LIBRARY)
+        command = _command(settings, "server")
+        trials = self._trials.setdefault(command[0], HarborTrials(command))
+        addresses = {
+            **session.environment,
+            "ANTHROPIC_BASE_URL": session.anthropic_base_url,
+            "ANTHROPIC_API_KEY": session.api_key,
+            "NO_PROXY": "*",  # the endpoint is on this machine
+        }
         with tempfile.TemporaryDirectory(prefix="treadle-harbor-") as folder:
-            environment = {**_ENVIRONMENT, "TMPDIR": folder}
-            await CommandAgent(_command(settings, "run"), environment=environment)(session)
+            path = str(extra["task"])
+            return await trials.run(path, settings.plain(), addresses, Path(folder))
 
 
-def _command(settings: EnvironmentSettings, verb: str) -> list[str]:
-    python = settings.text("python") or sys.executable
-    return [python, "-m", "treadle.tools.environments.harbor.trial", verb]
+def _command(settings: EnvironmentSettings, *program: str) -> list[str]:
+    return [
+        settings.text("python") or sys.executable,
+        "-m",
+        f"{__name__}.{program[0]}",
+        *program[1:],
+    ]
 
 
 def _check(settings: EnvironmentSettings) -> None:
@@ -133,7 +151,7 @@ def _list(settings: EnvironmentSettings) -> list[dict[str, str]]:
     Raises:
         SetupError: It is none, lacks Harbor, or refuses the settings.
     """
-    command = _command(settings, "list")
+    command = _command(settings, "trial", "list")
     try:
         done = subprocess.run(
             supervised(command),

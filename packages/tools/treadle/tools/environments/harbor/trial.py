@@ -1,13 +1,11 @@
 """`python -m treadle.tools.environments.harbor.trial`: runs Harbor, where it is installed.
 
     list                       settings on standard input -> the tasks as JSON
-    run                        one task on standard input, as a `CommandAgent` gets it; its reward
-                               is posted to TREADLE_REWARD_URL
     score FOLDER --agent NAME  the reward of each task, with an agent that needs no model: oracle
                                shows that a task can be solved, nop that doing nothing does not
 
 The exit code is 0, or 1 with the reason as the last line of standard error. The main task waits for
-the trial; SIGTERM ends it, and its room with it.
+one trial after the other.
 """
 
 from __future__ import annotations
@@ -19,8 +17,8 @@ import os
 import sys
 import tempfile
 import tomllib
-import urllib.request
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +37,8 @@ _MODEL: Final = "openai/policy"
 _ADDRESSES: Final = tuple(
     f"{maker}_{name}" for maker in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY")
 )
+EXPECTED: Final = (ImportError, OSError, RuntimeError, SetupError, TypeError, ValueError)
+"""What ends a trial with its message alone, without a traceback."""
 _LIMIT_CODES: Final = ("context_length_exceeded", "turn_limit_reached")
 
 
@@ -47,27 +47,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list")
-    verbs.add_parser("run")
     score = verbs.add_parser("score")
     score.add_argument("folder")
     score.add_argument("--agent", default="oracle")
     score.add_argument("--network", choices=("none", "host"), default="none")
     arguments = parser.parse_args()
     try:
-        if arguments.verb == "list":
-            sys.stdout.write(json.dumps(_list(json.load(sys.stdin))))
-        elif arguments.verb == "run":
-            _post(asyncio.run(_run_row(json.load(sys.stdin))))
-        else:
-            settings = {"agent": {"name": arguments.agent}, "network": arguments.network}
-            for path in _tasks(Path(arguments.folder)):
-                reward = asyncio.run(_run(path, settings))
-                sys.stdout.write(f"{path.name} {reward:g}\n")
-                sys.stdout.flush()
-    except (ImportError, RuntimeError, SetupError, TypeError, ValueError) as error:
+        _list_or_score(arguments)
+    except EXPECTED as error:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         return 1
     return 0
+
+
+def _list_or_score(arguments: argparse.Namespace) -> None:
+    if arguments.verb == "list":
+        sys.stdout.write(json.dumps(_list(json.load(sys.stdin))))
+        return
+    settings = {"agent": {"name": arguments.agent}, "network": arguments.network}
+    for path in _tasks(Path(arguments.folder)):
+        with tempfile.TemporaryDirectory(prefix="treadle-harbor-") as folder:
+            reward = asyncio.run(run_trial(path, settings, Path(folder)))
+        sys.stdout.write(f"{path.name} {reward:g}\n")
+        sys.stdout.flush()
 
 
 def _tasks(folder: Path) -> list[Path]:
@@ -122,13 +124,11 @@ def _instruction(path: Path, settings: Mapping[str, Any]) -> str:
     return str(task.step_instruction(steps[0].name) if steps else task.instruction)
 
 
-async def _run_row(row: Mapping[str, Any]) -> float:
-    extra = row["fields"]["extra_info"]
-    return await _run(Path(extra["task"]), extra["environment"])
-
-
-async def _run(path: Path, settings: Mapping[str, Any]) -> float:
+async def run_trial(path: Path, settings: Mapping[str, Any], folder: Path) -> float:
     """Runs one trial; returns its reward.
+
+    Args:
+        folder: Gets Harbor's files, unless the settings say where they are kept.
 
     Raises:
         RuntimeError: It has none.
@@ -149,16 +149,15 @@ async def _run(path: Path, settings: Mapping[str, Any]) -> float:
         "images": tuple(settings.get("images") or ()),
         "limits": _limits(settings),
     }
-    with tempfile.TemporaryDirectory(prefix="treadle-harbor-") as temporary:
-        trial = await Trial.create(
-            TrialConfig(
-                task=TaskConfig(path=path),
-                trials_dir=Path(settings.get("trials") or temporary),
-                agent=AgentConfig(**{"model_name": _MODEL, **agent}),
-                environment=EnvironmentConfig(import_path=_ENVIRONMENT, kwargs=environment),
-            )
+    trial = await Trial.create(
+        TrialConfig(
+            task=TaskConfig(path=path),
+            trials_dir=Path(settings.get("trials") or folder),
+            agent=AgentConfig(**{"model_name": _MODEL, **agent}),
+            environment=EnvironmentConfig(import_path=_ENVIRONMENT, kwargs=environment),
         )
-        result = await trial.run()
+    )
+    result = await trial.run()
     rewards = result.verifier_result.rewards if result.verifier_result else None
     if rewards:
         return _reward(rewards, settings.get("reward"))
@@ -170,8 +169,6 @@ async def _run(path: Path, settings: Mapping[str, Any]) -> float:
 
 
 def _limits(settings: Mapping[str, Any]) -> SandboxLimits:
-    from dataclasses import asdict
-
     return SandboxLimits(**{**asdict(ROOM_LIMITS), **(settings.get("limits") or {})})
 
 
@@ -183,16 +180,6 @@ def _reward(rewards: Mapping[str, float], key: str | None) -> float:
             f"the verifier's rewards are {', '.join(rewards)}: set `reward` to one of them"
         )
     return float(rewards[key])
-
-
-def _post(reward: float) -> None:
-    request = urllib.request.Request(
-        os.environ["TREADLE_REWARD_URL"],
-        json.dumps({"reward": reward}).encode(),
-        {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
-    )
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    opener.open(request).close()
 
 
 if __name__ == "__main__":
