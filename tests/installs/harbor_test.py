@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.testing import SMALL, Trainer, descendants
+from e2e.testing import SMALL, Trainer
 from installs.foreign import PROJECTS, ROOT, environment, make_venv, run
 from treadle.agent_loop import (
     AgentTask,
@@ -20,6 +20,7 @@ from treadle.agent_loop import (
 )
 from treadle.agent_loop.testing import ByteRenderer, ScriptedGenerator
 from treadle.agent_loop.testing.byte_renderer import END
+from treadle.rollout_server.testing.descendants import descendants
 from treadle.tools.environments import read_rows
 from treadle.tools.environments.harbor import HarborLoop
 
@@ -43,8 +44,8 @@ def harbor(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("harbor")
     python = make_venv(folder / "venv", programs, "3.12") / "python"
     lock = ROOT / "3rdparty" / "python" / "harbor.lock.txt"
-    install = [programs / "uv", "pip", "install", "-q", "--python", python, "-r", lock]
-    run(install, cwd=folder, env=environment(programs))
+    install: list[str | Path] = [programs / "uv", "pip", "install", "-q", "--python", python, "-r"]
+    run([*install, lock], cwd=folder, env=environment(programs))
     # With our sources, and without the PYTHONPATH of this test, which is for another Python.
     path = os.pathsep.join(map(str, [*(ROOT / project for project in PROJECTS), EXAMPLE]))
     command = folder / "python"
