@@ -151,9 +151,17 @@ def test_what_a_task_needs_and_cannot_have_is_one_sentence(harbor: Path, tmp_pat
     broken = tmp_path / "tasks" / "broken"
     shutil.copytree(EXAMPLE / "tasks" / "sum_file", broken)
     (broken / "environment" / "Dockerfile").write_text("FROM alpine\n")
+    hosts = tmp_path / "tasks" / "hosts"
+    shutil.copytree(EXAMPLE / "tasks" / "sum_file", hosts)
+    listed = 'network_mode = "allowlist"\nallowed_hosts = ["example.com"]'
+    (hosts / "task.toml").write_text(f"[environment]\n{listed}\n")
     (tmp_path / "tasks" / "empty").mkdir()
     (tmp_path / "tasks" / "empty" / "task.toml").touch()
     file.write_text(f"harbor: tasks\npython: {harbor}\n")
     with pytest.raises(SetupError, match="task broken: 'FROM alpine' is not a plain") as refused:
         list(read_rows(file))
     assert "task empty: " in str(refused.value) and "missing instruction.md" in str(refused.value)
+    assert "task hosts: it allows some hosts only" in str(refused.value)
+    file.write_text(f"harbor: tasks\npython: {harbor}\nunsupported: skip\n")
+    with pytest.raises(SetupError, match=r"no task of .* can be used"):
+        list(read_rows(file))

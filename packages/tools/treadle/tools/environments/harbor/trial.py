@@ -114,6 +114,8 @@ def _instruction(path: Path, settings: Mapping[str, Any]) -> str:
             raise UnsupportedTaskError(f"its {who} is user {user!r}, and the sandbox has root only")
     if config.environment.gpus or config.environment.tpu:
         raise UnsupportedTaskError("it needs an accelerator")
+    if config.environment.network_mode == "allowlist":
+        raise UnsupportedTaskError("it allows some hosts only, which the sandbox cannot hold to")
     if not network:
         given = tomllib.loads(task.paths.config_path.read_text()).get("environment", {})
         if given.get("network_mode", "no-network") != "no-network" or given.get("allow_internet"):
