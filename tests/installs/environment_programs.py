@@ -63,6 +63,12 @@ async def play(path: str, replies: list[str]) -> dict[str, object]:
         "reward": trajectory.reward,
         "players": {each.player: each.value for each in trajectory.sample_rewards},
         "samples": len(trajectory.samples),
+        "sampled": [
+            token
+            for sample in trajectory.samples
+            for token, own in zip(sample.ids, sample.loss_mask, strict=True)
+            if own
+        ],
         "heard": [m.content for m in trajectory.messages if m.role in ("user", "tool")],
     }
 

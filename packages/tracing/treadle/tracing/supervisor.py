@@ -73,7 +73,7 @@ def supervise(owner_pid: int, grace_s: float, command: "list[str]") -> int:
         except ChildProcessError:
             return status
         if ending:
-            if not _kill_descendants():
+            if not kill_descendants():
                 return status
             look_at = time.monotonic() + again_s
             again_s = min(2 * again_s, _LAST_AGAIN_S)
@@ -119,7 +119,7 @@ def _let_go_of_files(kept: "set[int]") -> None:
                     raise
 
 
-def _kill_descendants() -> bool:
+def kill_descendants() -> bool:
     """Sends SIGKILL to every process below this one; returns whether there is any."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):

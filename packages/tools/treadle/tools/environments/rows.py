@@ -26,7 +26,7 @@ from treadle.agent_loop.errors import did_you_mean
 from treadle.tools.environments.settings import EnvironmentSettings
 from treadle.tools.yaml_config import mapping, read_yaml
 
-LIBRARIES: Final = ("gymnasium", "openenv", "textarena", "verifiers")
+LIBRARIES: Final = ("gymnasium", "harbor", "openenv", "textarena", "verifiers")
 """The libraries that an environment may be of."""
 
 _NAME: Final = re.compile(rf"({'|'.join(LIBRARIES)}):(.+)")
@@ -85,15 +85,17 @@ def _read(path: Path | str) -> tuple[EnvironmentSettings, MakeRows]:
             )
     given = {key: value for key, value in values.items() if key != library}
     settings = EnvironmentSettings(
-        library=library, name=_absolute(name_of, path), values=given, where=where
+        library=library, name=_absolute(library, name_of, path), values=given, where=where
     )
     return settings, cast(MakeRows, module.rows)
 
 
-def _absolute(name: str, path: Path | str) -> str:
-    """Returns a name in which the user's own code, `path.py:Class`, is relative to no place."""
-    file, _, attribute = name.rpartition(":")
-    if not file.endswith(".py"):
-        return name
+def _absolute(library: str, name: str, path: Path | str) -> str:
+    """Returns a name in which the user's own code or folder is relative to no place."""
     base = Path(path).parent if Path(path).suffix in _YAML else Path()
-    return f"{(base / Path(file).expanduser()).resolve()}:{attribute}"
+    file, _, attribute = name.rpartition(":")
+    if file.endswith(".py"):
+        return f"{(base / Path(file).expanduser()).resolve()}:{attribute}"
+    if library == "harbor" and (folder := base / Path(name).expanduser()).is_dir():
+        return str(folder.resolve())
+    return name

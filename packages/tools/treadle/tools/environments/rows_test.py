@@ -83,7 +83,7 @@ def test_a_name_alone_is_an_environment_with_the_defaults(folder: Path) -> None:
     ("text", "problem"),
     [
         ("gymnasium: mine.py:Count\nseeds: 3", "unknown key 'seeds'.*known are gymnasium, rows, f"),
-        ("rows: 3", "names 0 libraries; it must have one of the keys gymnasium, openenv, "),
+        ("rows: 3", "names 0 libraries; it must have one of the keys gymnasium, harbor, openenv, "),
         ("gymnasium: a\ntextarena: b", "names 2 libraries"),
         ("gymnasium: 3", "gymnasium must be an environment's name, got 3"),
         ("gymnasium: mine.py:Count\nrows: 0", "rows must be a whole number of at least 1, got 0"),

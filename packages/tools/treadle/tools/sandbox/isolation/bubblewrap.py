@@ -31,6 +31,9 @@ from treadle.tools.sandbox.limits import SandboxLimits
 
 _USER_INSIDE: Final = 65534
 _STAGE_TIMEOUT_S: Final = 60.0
+ROOM_OUTPUTS: Final = "/run/room"
+"""Where the inputs and outputs of a room's commands are, which a full disk must not lose."""
+_OUTPUTS_MIB: Final = 256
 _ABOUT_THE_HOST: Final = tuple(
     f"/proc/{name}"
     for name in (
@@ -137,25 +140,10 @@ class Bubblewrap:
             filter_fd: Where the system call filter can be read, once.
             info_fd: Gets the process id, outside, of process 1, inside.
         """
-        files = self._files
-        command = [
-            *(self._stage.prefix(user) if self._stage else ()),
-            *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
-            *("--uid", str(_USER_INSIDE), "--gid", str(_USER_INSIDE), "--hostname", "sandbox"),
-            *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
-            # Not `--die-with-parent`: it ends bubblewrap, whose child waits for it at first, and
-            # would forever. The supervisor sees that nobody reads its reports.
-            *("--new-session", "--as-pid-1"),
-        ]
-        for outside, inside in files.binds:
-            command += ["--ro-bind", outside, inside]
-        for target, inside in files.links:
-            command += ["--symlink", target, inside]
-        for path in files.covers:
+        command = [*self._confined(user, _USER_INSIDE, filter_fd, info_fd), *self._shown()]
+        for path in self._files.covers:
             command += ["--tmpfs", path, "--remount-ro", path]
-        command += ["--proc", "/proc", *_devices()]
-        for path in filter(os.path.exists, _ABOUT_THE_HOST):
-            command += ["--ro-bind", "/dev/null", path]
+        command += ["--proc", "/proc", *_devices(), *_covers_of_proc()]
         command += _writable("/tmp", self._limits.disk_mib)
         # SandboxFusion's place for files, on the same disk.
         command += ["--perms", "0777", "--dir", "/tmp/mnt", "--symlink", "/tmp/mnt", "/mnt"]
@@ -163,7 +151,51 @@ class Bubblewrap:
         command += ["--remount-ro", "/", "--chdir", "/tmp", "--clearenv"]
         for name, value in self._environment():
             command += ["--setenv", name, value]
-        return [*command, "--", files.python, *arguments]
+        return [*command, "--", self._files.python, *arguments]
+
+    def room_command(
+        self, arguments: list[str], *, user: int, filter_fd: int, info_fd: int, network: bool
+    ) -> list[str]:
+        """Returns a command like `command`'s, for a sandbox that is like a container.
+
+        Its programs are user 0 inside, may write wherever no file of the host is, and have
+        terminals. What they write is in memory, `disk_mib` in total.
+
+        Args:
+            user: Whom it runs as, outside.
+            filter_fd: Where the system call filter can be read, once.
+            info_fd: Gets the process id, outside, of process 1, inside.
+            network: Whether it has the host's network.
+        """
+        command = self._confined(user, 0, filter_fd, info_fd)
+        command += ["--share-net"] if network else []
+        command += ["--size", str(self._limits.disk_mib << 20), "--tmpfs", "/", *self._shown()]
+        command += ["--proc", "/proc", "--dev", "/dev", *_covers_of_proc()]
+        command += _writable("/dev/shm", self._limits.shared_memory_mib)
+        command += _writable(ROOM_OUTPUTS, _OUTPUTS_MIB)
+        for path in ("/tmp", "/var/tmp"):
+            command += ["--perms", "1777", "--dir", path]
+        command += ["--perms", "0700", "--dir", "/root", "--chdir", "/", "--clearenv"]
+        library_path = self._files.library_path
+        command += ["--setenv", "LD_LIBRARY_PATH", library_path] if library_path else []
+        return [*command, "--", self._files.python, *arguments]
+
+    def _confined(self, user: int, inside: int, filter_fd: int, info_fd: int) -> list[str]:
+        return [
+            *(self._stage.prefix(user) if self._stage else ()),
+            *(self._bubblewrap, "--unshare-all", "--unshare-user", "--disable-userns"),
+            *("--uid", str(inside), "--gid", str(inside), "--hostname", "sandbox"),
+            *("--cap-drop", "ALL", "--seccomp", str(filter_fd), "--info-fd", str(info_fd)),
+            # Not `--die-with-parent`: it ends bubblewrap, whose child waits for it at first, and
+            # would forever. Process 1 sees that nobody reads its reports, or its input end.
+            *("--new-session", "--as-pid-1"),
+        ]
+
+    def _shown(self) -> Iterator[str]:
+        for outside, inside in self._files.binds:
+            yield from ("--ro-bind", outside, inside)
+        for target, inside in self._files.links:
+            yield from ("--symlink", target, inside)
 
     def _environment(self) -> Iterator[tuple[str, str]]:
         yield from {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8"}.items()
@@ -187,6 +219,11 @@ def _devices() -> list[str]:
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         command += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     return [*command, "--remount-ro", "/dev"]
+
+
+def _covers_of_proc() -> Iterator[str]:
+    for path in filter(os.path.exists, _ABOUT_THE_HOST):
+        yield from ("--ro-bind", "/dev/null", path)
 
 
 def _writable(path: str, size_mib: int) -> list[str]:

@@ -23,6 +23,12 @@ PACKAGES = "/packages"
 _SYSTEM = ("/usr/lib", "/usr/lib32", "/usr/lib64", "/usr/libexec", "/usr/bin")
 _MERGED = ("/lib", "/lib32", "/lib64", "/bin")
 _BASH = "/bin/bash"
+_OF_ETC = (
+    *("alternatives", "ca-certificates", "ca-certificates.conf", "debian_version", "hosts"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "mime.types", "nsswitch.conf"),
+    *("os-release", "pki", "protocols", "resolv.conf", "services", "ssl", "terminfo"),
+)
+"""What programs read of `/etc`, and what says nothing of the host's users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,15 +57,8 @@ def find_host_files(packages: Iterable[str]) -> HostFiles:
     Raises:
         SetupError: A distribution is not installed.
     """
-    python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    library = os.path.join(os.path.realpath(sys.base_prefix), "lib")
-    shown = [path for path in _SYSTEM if os.path.isdir(path)]
-    shown += [path for path in _MERGED if os.path.isdir(path) and not os.path.islink(path)]
+    shown, links, library = _shown(_SYSTEM, _MERGED)
     standard_library = os.path.realpath(sysconfig.get_path("stdlib"))
-    for path in (library, standard_library, python):
-        if not any(Path(path).is_relative_to(parent) for parent in shown):
-            shown.append(path)
-    links = [(os.readlink(path), path) for path in _MERGED if os.path.islink(path)]
     roots = {Path(path) for path in (*shown, library)}
     covers = {
         str(found)
@@ -69,13 +68,52 @@ def find_host_files(packages: Iterable[str]) -> HostFiles:
     }
     covers |= {str(found) for found in Path(standard_library).glob("*-packages")}
     return HostFiles(
-        python=python,
+        python=_python(),
         binds=tuple((path, path) for path in shown) + _packages(packages),
-        links=tuple(links),
+        links=links,
         covers=tuple(sorted(covers)),
         library_path="" if library.startswith("/usr/lib") else library,
         languages=("python", "bash") if os.path.exists(_BASH) else ("python",),
     )
+
+
+def find_root_files() -> HostFiles:
+    """Returns the whole system of this machine: `/usr`, and what programs read of `/etc`.
+
+    Raises:
+        SetupError: It has no bash.
+    """
+    if not os.path.exists(_BASH):
+        raise SetupError(f"the sandbox needs {_BASH}, which this machine lacks: install bash")
+    shown, links, library = _shown(("/usr",), (*_MERGED, "/sbin"))
+    shown += [path for name in _OF_ETC if os.path.exists(path := f"/etc/{name}")]
+    return HostFiles(
+        python=_python(),
+        # A link of `/etc` may lead to where nothing is shown: `/run`, for example.
+        binds=tuple((os.path.realpath(path), path) for path in shown),
+        links=links,
+        covers=(),
+        library_path="" if library.startswith("/usr/lib") else library,
+        languages=("python", "bash"),
+    )
+
+
+def _python() -> str:
+    return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
+
+
+def _shown(
+    system: Iterable[str], merged: Iterable[str]
+) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
+    """Returns the paths of system and interpreter, links of `/`, and the interpreter's library."""
+    library = os.path.join(os.path.realpath(sys.base_prefix), "lib")
+    shown = [path for path in system if os.path.isdir(path)]
+    shown += [path for path in merged if os.path.isdir(path) and not os.path.islink(path)]
+    for path in (library, os.path.realpath(sysconfig.get_path("stdlib")), _python()):
+        if not any(Path(path).is_relative_to(parent) for parent in shown):
+            shown.append(path)
+    links = tuple((os.readlink(path), path) for path in merged if os.path.islink(path))
+    return shown, links, library
 
 
 def _packages(names: Iterable[str]) -> tuple[tuple[str, str], ...]:

@@ -43,6 +43,7 @@ _ARGUMENTS: Final = (16, 24, 32, 40)
 _FIRST_UNKNOWN: Final = 463  # Linux 6.11
 _CLONE_NAMESPACES: Final = 0x7E020080  # CLONE_NEWNS, CGROUP, UTS, IPC, USER, PID, NET and TIME
 _AF_UNIX: Final = 1
+_AF_INTERNET: Final = (2, 10)
 _SHARED_ANONYMOUS: Final = 0x21  # MAP_SHARED | MAP_ANONYMOUS; MAP_SHARED_VALIDATE has the bit
 _HUGE_PAGES: Final = 0x40000  # MAP_HUGETLB: pages that someone on the host has set aside
 _TERMINAL_INPUT: Final = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX
@@ -220,11 +221,12 @@ def calls_on_oneself(machine: str) -> dict[str, tuple[int, tuple[tuple[int, int]
     return {name: (row[:2][column], row[2]) for name, row in _OF_PROCESSES.items()}
 
 
-def compile_filter(machine: str | None = None) -> bytes:
+def compile_filter(machine: str | None = None, *, internet: bool = False) -> bytes:
     """Returns the filter as an array of `struct sock_filter`.
 
     Args:
         machine: A value of `platform.machine()`; None for this one.
+        internet: Whether sockets may be IPv4 and IPv6 ones, beside Unix ones.
 
     Raises:
         UnsupportedMachineError: The list of its system calls is missing here.
@@ -243,8 +245,9 @@ def compile_filter(machine: str | None = None) -> bytes:
     for number in sorted(denied_calls(machine).values()):
         program += _return_if(_JUMP_EQUAL, number, _REFUSE)
     program += _when_called(about.clone, (0, _none_of_the_bits(_CLONE_NAMESPACES)))
+    families = (_AF_UNIX, *_AF_INTERNET) if internet else (_AF_UNIX,)
     for number in (about.socket, about.socketpair):
-        program += _when_called(number, (0, _return_unless_equal(_AF_UNIX, _REFUSE)))
+        program += _when_called(number, (0, _one_of(families)))
     program += _when_called(about.setsockopt, (2, _none_of(_SOCKET_MEMORY)))
     program += _when_called(about.ioctl, (1, _none_of(_TERMINAL_INPUT)))
     flags = (_not_all_of_the_bits(_SHARED_ANONYMOUS), _none_of_the_bits(_HUGE_PAGES))
@@ -275,6 +278,11 @@ def _return_if(test: int, constant: int, verdict: int) -> list[bytes]:
 
 def _return_unless_equal(constant: int, verdict: int) -> list[bytes]:
     return [_instruction(_JUMP_EQUAL, constant, 1, 0), _instruction(_RETURN, verdict)]
+
+
+def _one_of(values: Sequence[int]) -> list[bytes]:
+    allowed = [part for value in values for part in _return_if(_JUMP_EQUAL, value, _ALLOW)]
+    return [*allowed, _instruction(_RETURN, _REFUSE)]
 
 
 def _none_of(values: Sequence[int]) -> list[bytes]:

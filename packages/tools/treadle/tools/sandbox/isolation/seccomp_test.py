@@ -24,12 +24,18 @@ MMAP = {"x86_64": 9, "aarch64": 222}
 READ = {"x86_64": 0, "aarch64": 63}
 
 
-def verdict(machine: str, number: int, *arguments: int, architecture: int | None = None) -> int:
+def verdict(
+    machine: str,
+    number: int,
+    *arguments: int,
+    architecture: int | None = None,
+    internet: bool = False,
+) -> int:
     """What the kernel's interpreter makes of one call: the few instructions that are used."""
     words = [number, architecture or ARCHITECTURE[machine], 0, 0]
     for argument in (*arguments, *[0] * (6 - len(arguments))):
         words += [argument & 0xFFFFFFFF, argument >> 32]
-    program = list(struct.iter_unpack("=HBBI", compile_filter(machine)))
+    program = list(struct.iter_unpack("=HBBI", compile_filter(machine, internet=internet)))
     accumulator = place = 0
     while True:
         code, if_true, if_false, constant = program[place]
@@ -69,6 +75,10 @@ def test_calls_that_depend_on_their_arguments(machine: str) -> None:
         assert verdict(machine, number, 1) == ALLOW
         for family in (0, 2, 10, 16, 17, 30, 38, 40):
             assert verdict(machine, number, family) == REFUSE
+        for family in (1, 2, 10):
+            assert verdict(machine, number, family, internet=True) == ALLOW
+        for family in (0, 16, 17, 40):
+            assert verdict(machine, number, family, internet=True) == REFUSE
     assert verdict(machine, IOCTL[machine], 0, 0x5413) == ALLOW
     assert verdict(machine, IOCTL[machine], 0, 0x5412) == REFUSE
     # The kernel looks at 32 bits of the request; so must the filter.

@@ -1,0 +1,2 @@
+#!/bin/bash
+paste -sd+ /app/numbers.txt | tr -d '\n' | { read -r sum; echo $((sum)); } > /app/answer.txt
