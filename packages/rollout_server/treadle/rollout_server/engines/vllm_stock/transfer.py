@@ -1,0 +1,73 @@
+"""Weights for an unmodified vLLM, as a weight transfer engine: a public extension of its workers.
+
+Invariant: after `finish_weight_update` every layer uses the tensors of the update in the form that
+its kernels read. Layers without new tensors keep their old weights, so an update that ends early
+leaves a mixture, which another one replaces.
+
+vLLM's workers import this module by the name of `Registered` (``worker_extension_cls``), before
+they look for the engine of ``weight_transfer_config``. They call its methods one at a time, while
+no step runs.
+"""
+
+from contextlib import closing
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.model_loader import reload
+
+from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
+from treadle.rollout_server.engines.common.staging import MappedFiles
+from treadle.rollout_server.engines.vllm_stock.arguments import BACKEND
+
+
+class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
+    """Loads tensors that the server has in files of this host; see the module docstring."""
+
+    def __init__(self, config: Any, vllm_config: Any, device: torch.device, model: Any) -> None:
+        super().__init__(config, vllm_config, device, model)
+        if vllm_config.parallel_config.world_size > 1:  # Otherwise this is the core's process.
+            die_with_parent()
+
+    def init_transfer_engine(self, init_info: Any) -> None:
+        """Does nothing: there is no connection."""
+
+    def start_weight_update(self) -> None:
+        """Begins an update; from now on the weights are a mixture."""
+        reload.initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Loads the tensors of ``update_info["entries"]``; their files may change afterwards."""
+        with closing(MappedFiles()) as files, torch.no_grad():
+            self.receive_weights(
+                # Cloned, because a fused layer keeps its tensors until it has all of them.
+                [(entry[0], files.tensor(entry).clone()) for entry in update_info["entries"]]
+            )
+
+    def receive_weights(self, update_info: list[tuple[str, torch.Tensor]]) -> None:
+        """Loads named tensors, in the form of the checkpoint."""
+        self.model.load_weights(update_info)
+
+    def finish_weight_update(self) -> None:
+        """Ends an update."""
+        with torch.no_grad():
+            reload.finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                self._pack_heads()
+
+    def shutdown(self) -> None:
+        """Does nothing: nothing is held between two updates."""
+
+    def _pack_heads(self) -> None:
+        """Packs tied heads again: a reload passes over layers without tensors of their own."""
+        for module in self.model.modules():
+            if hasattr(module, "cpu_linear") and hasattr(module, "quant_method"):
+                module.quant_method.process_weights_after_loading(module)
+
+
+WeightTransferEngineFactory.register_engine(BACKEND, FileTransfer)
+
+
+class Registered:
+    """Adds nothing to vLLM's workers; its name makes them import this module."""
