@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import reload
 
 from treadle.rollout_server.engines.common.die_with_parent import die_with_parent
@@ -62,7 +63,7 @@ class FileTransfer(WeightTransferEngine):  # type: ignore[misc]
     def _pack_heads(self) -> None:
         """Packs tied heads again: a reload passes over layers without tensors of their own."""
         for module in self.model.modules():
-            if hasattr(module, "cpu_linear") and hasattr(module, "quant_method"):
+            if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
                 module.quant_method.process_weights_after_loading(module)
 
 
