@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from treadle.rollout_server.errors import EngineFailed, ShuttingDown
+from treadle.rollout_server.engine import CollectiveGroup
+from treadle.rollout_server.engines.common.collective_group import fail_group
+from treadle.rollout_server.errors import CollectiveBroken, EngineFailed, ShuttingDown
 
 T = TypeVar("T")
 
@@ -70,3 +72,29 @@ class Calls:
             raise
         except Exception as error:
             raise EngineFailed(self._engine, error) from error
+
+    async def receive(
+        self, group: CollectiveGroup, operation: Coroutine[Any, Any, list[str]]
+    ) -> None:
+        """Awaits workers that take part in a group, and ends the group if the caller is cancelled.
+
+        Args:
+            operation: Returns for each worker why the group ended early; "" on success.
+
+        Raises:
+            CollectiveBroken: The group ended early; the weights are a mixture.
+            EngineFailed: A worker could not write what it received.
+        """
+        call = asyncio.ensure_future(operation)
+        try:
+            causes = await asyncio.shield(call)
+        except asyncio.CancelledError:
+            # The workers process no messages while they receive.
+            await asyncio.to_thread(fail_group, group, "the update was given up")
+            await asyncio.wait({call})
+            # A worker that could not write ended the group before it said so: this is the cause.
+            if (error := call.exception()) is not None:
+                raise error from None
+            raise
+        if any(causes):
+            raise CollectiveBroken(max(causes))

@@ -42,7 +42,7 @@ from treadle.rollout_server.engine import (
     TensorSpec,
 )
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
-from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
+from treadle.rollout_server.engines.common.collective_group import encode_group
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import checked_entries, staging
@@ -61,7 +61,6 @@ from treadle.rollout_server.engines.vllm.sampling import sampling_params, struct
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
 from treadle.rollout_server.engines.vllm.vision import VisionSetup, image_prompt
 from treadle.rollout_server.errors import (
-    CollectiveBroken,
     InvalidField,
     ShuttingDown,
 )
@@ -157,7 +156,7 @@ class VllmEngine:
             ),
             model=held,
             parameters=parameters,
-            num_workers=_num_workers(llm),
+            num_workers=startup.num_workers(llm),
         )
         engine = cls(llm, info, runtime_dir, on_cpu=library.on_cpu, images=images)
         try:
@@ -246,20 +245,8 @@ class VllmEngine:
         """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
         check_tensors(self.info.parameters, tensors)
         self._mixed = True
-        message = encode_group(group, tensors)
-        call = asyncio.ensure_future(self._workers("treadle_receive", message))
-        try:
-            causes = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            # The workers process no messages while they receive.
-            await asyncio.to_thread(fail_group, group, "the update was given up")
-            await asyncio.wait({call})
-            # A worker that could not write ended the group before it said so: this is the cause.
-            if (error := call.exception()) is not None:
-                raise error from None
-            raise
-        if any(causes):
-            raise CollectiveBroken(max(causes))
+        causes = self._workers("treadle_receive", encode_group(group, tensors))
+        await self._call.receive(group, causes)
         await self._set_version(version)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
@@ -418,11 +405,6 @@ def _open_images(
     images = ImageInputs(model.path, dtype=dtype, cache_bytes=model.image_cache_bytes)
     setup = VisionSetup(architecture, images.max_ids, images.merge_size, images.patch_values)
     return images, setup
-
-
-def _num_workers(llm: Any) -> int:
-    parallel = llm.vllm_config.parallel_config
-    return int(parallel.world_size * parallel.data_parallel_size)
 
 
 @contextmanager

@@ -146,6 +146,12 @@ async def start(arguments: Mapping[str, Any], *, sockets: Path) -> Any:
         ) from error
 
 
+def num_workers(llm: Any) -> int:
+    """Returns the number of workers of an `AsyncLLM`, over all data-parallel copies."""
+    parallel = llm.vllm_config.parallel_config
+    return int(parallel.world_size * parallel.data_parallel_size)
+
+
 def cause_of_end(llm: Any) -> Exception:
     """Returns why an `AsyncLLM` produces no more outputs."""
     ended = llm.engine_core.resources.engine_manager.finished_procs()

@@ -17,7 +17,8 @@ import asyncio
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Collection
-from contextlib import suppress
+from collections.abc import Sequence as Many
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +45,7 @@ from treadle.rollout_server.engine import (
     Tokens,
 )
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
+from treadle.rollout_server.engines.common.collective_group import encode_group
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import checked_entries, staging
 from treadle.rollout_server.engines.images.model_types import takes_images
@@ -58,8 +60,9 @@ from treadle.rollout_server.engines.vllm_stock.executor import (
     StockSingleProcessExecutor,
 )
 from treadle.rollout_server.engines.vllm_stock.versions import NAME
-from treadle.rollout_server.errors import CapabilityMissing, EngineFailed, ShuttingDown
+from treadle.rollout_server.errors import EngineFailed, ShuttingDown
 from treadle.rollout_server.model_files import read_model
+from treadle.rollout_server.tensors import check_tensors
 
 _WATCH_S = 0.5
 
@@ -134,7 +137,11 @@ class StockVllmEngine:
             runtime_dir.close()
             raise
         capabilities = EngineCapabilities(
-            sampled_logprobs=True, priority=True, in_flight_continue=True, release_memory=True
+            sampled_logprobs=True,
+            priority=True,
+            in_flight_continue=True,
+            release_memory=True,
+            collective=True,
         )
         info = EngineInfo(
             name=NAME,
@@ -142,6 +149,7 @@ class StockVllmEngine:
             capabilities=capabilities,
             model=held,
             parameters=parameters,
+            num_workers=startup.num_workers(llm),
         )
         return cls(llm, info, runtime_dir, on_cpu=library.on_cpu)
 
@@ -211,25 +219,21 @@ class StockVllmEngine:
         with staging() as staged:
             entries = checked_entries(tensors, self.info.parameters, staged, reuse=in_place)
             if in_place:
-                self._mixed = True
-                try:  # Begun also if it is cancelled.
-                    await self._call.whole(self._llm.start_weight_update())
+                async with self._mixing():
                     async for entry in entries:
-                        await self._write([entry])
-                finally:
-                    await self._call.whole(self._llm.finish_weight_update())
+                        await self._update(entries=[entry])
             else:
                 whole = [entry async for entry in entries]
                 await self._call.whole(self._replace(whole))
-        self._cache_salt = f"weights {next(self._salt)}"
-        self._weight_version = version
-        self._mixed = False
+        self._set_version(version)
 
     async def receive_weights(
-        self, group: CollectiveGroup, tensors: Collection[TensorSpec], *, version: int
+        self, group: CollectiveGroup, tensors: Many[TensorSpec], *, version: int
     ) -> None:
-        """Refused: there is no capability for it."""
-        raise CapabilityMissing(NAME, "collective_transport")
+        """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
+        check_tensors(self.info.parameters, tensors)
+        await self._call.receive(group, self._receive(encode_group(group, tensors)))
+        self._set_version(version)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
         """Releases device memory; see `Engine.release_memory`."""
@@ -325,12 +329,32 @@ class StockVllmEngine:
 
     async def _replace(self, entries: list[Any]) -> None:
         await self._llm.start_weight_update()
-        await self._write(entries)
+        await self._update(entries=entries)
         await self._llm.finish_weight_update()
 
-    async def _write(self, entries: list[Any]) -> None:
-        request = WeightTransferUpdateRequest(update_info={"entries": entries})
+    async def _receive(self, message: str) -> list[str]:
+        async with self._mixing():
+            await self._update(group=message)
+        return await self._call.whole(self._llm.collective_rpc("treadle_cause"))
+
+    @asynccontextmanager
+    async def _mixing(self) -> AsyncIterator[None]:
+        """Begins an update, which leaves a mixture until it is complete, and ends it."""
+        self._mixed = True
+        try:  # Begun also if it is cancelled.
+            await self._call.whole(self._llm.start_weight_update())
+            yield
+        finally:
+            await self._call.whole(self._llm.finish_weight_update())
+
+    async def _update(self, **update_info: Any) -> None:
+        request = WeightTransferUpdateRequest(update_info=update_info)
         await self._call.whole(self._llm.update_weights(request))
+
+    def _set_version(self, version: int) -> None:
+        self._cache_salt = f"weights {next(self._salt)}"
+        self._weight_version = version
+        self._mixed = False
 
     async def _watch(self) -> None:
         """Notices the end of vLLM's processes, also while nothing runs."""

@@ -11,4 +11,4 @@ class StockSingleProcessExecutor(EndsWithServer, UniProcExecutor):  # type: igno
 
 
 class StockMultiProcessExecutor(EndsWithServer, MultiprocExecutor):  # type: ignore[misc]
-    """Runs each worker in a process, which `FileTransfer` ends with the core's."""
+    """Runs each worker in a process, which `Transfer` ends with the core's."""
