@@ -191,7 +191,8 @@ class StockVllmEngine:
         await self._set_gate(False, to_started=draining)
         while draining and (self._reading or self._stats.running.count):
             # A sequence that vLLM has queued may start while others end.
-            await asyncio.gather(*(task for _, task in self._reading.values()))
+            if self._reading:
+                await asyncio.wait([task for _, task in self._reading.values()])
             await self._call(self._stats.running.wait_zero())
         await self._take_back(list(self._reading))
         if policy is InFlightPolicy.INTERRUPT:
@@ -268,13 +269,13 @@ class StockVllmEngine:
             self._open, self._open_to_started = is_open, to_started
             self._gate.notify_all()
 
-    async def _wait_turn(self, sequence: Sequence) -> None:
-        def ready() -> bool:
-            is_open = self._open_to_started if sequence.started else self._open
-            return is_open or sequence.ended or self._closed
+    def _has_turn(self, sequence: Sequence) -> bool:
+        is_open = self._open_to_started if sequence.started else self._open
+        return is_open or sequence.ended
 
+    async def _wait_turn(self, sequence: Sequence) -> None:
         async with self._gate:
-            await self._gate.wait_for(ready)
+            await self._gate.wait_for(lambda: self._has_turn(sequence))
 
     async def _submit(self, sequence: Sequence, sampled: list[int]) -> None:
         """Submits a sequence to vLLM with the ids that it has sampled, unless it has ended.
@@ -282,9 +283,10 @@ class StockVllmEngine:
         Raises:
             EngineFailed: vLLM's processes have ended.
         """
-        try:
-            await self._call(self._wait_turn(sequence))
-        except ShuttingDown:
+        with suppress(ShuttingDown):
+            while not self._has_turn(sequence):  # Another pause may have started meanwhile.
+                await self._call(self._wait_turn(sequence))
+        if self._closed:
             sequence.interrupt()
         if sequence.ended:
             return
@@ -324,6 +326,7 @@ class StockVllmEngine:
         with suppress(EngineFailed, ShuttingDown):
             await self._call(self._llm.abort([name for name, _ in taken.values()]))
         for sequence in taken:
+            self._reading.pop(sequence, None)  # A task that had not begun left it there.
             if not sequence.ended:
                 sequence.withdraw()
 
