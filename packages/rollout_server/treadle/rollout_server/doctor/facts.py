@@ -43,6 +43,8 @@ _MODULES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "sglang": ("torch", "transformers", "sglang.srt.server_args"),
     }
 )
+LIBRARY: Mapping[str, str] = MappingProxyType({"vllm_stock": "vllm"})
+"""Engine -> the library that it runs, where that has another name."""
 _PROBE_S = 300
 # Runs in a separate process: an import that crashes must not end the doctor. On a CPU, sglang is
 # imported with its stubs.
@@ -188,7 +190,7 @@ class _Probed:
 
 
 def _probe(engine: str) -> _Probed:
-    modules = _MODULES.get(engine, ())
+    modules = _MODULES.get(LIBRARY.get(engine, engine), ())
     descriptor = os.memfd_create("treadle-doctor")
     try:
         memfd = f"/proc/{os.getpid()}/fd/{descriptor}"

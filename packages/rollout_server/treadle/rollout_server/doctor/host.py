@@ -27,7 +27,7 @@ def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     wanted = model.tensor_model_parallel_size * model.data_parallel_size
     # The check of torch's build reports GPUs that torch cannot see.
     here = facts.cuda_devices or len(facts.gpus)
-    if here and facts.config.engine in ("vllm", "sglang") and wanted > here:
+    if here and facts.config.engine in ("vllm", "vllm_stock", "sglang") and wanted > here:
         yield fail(
             "parallel sizes",
             f"{wanted} GPUs",

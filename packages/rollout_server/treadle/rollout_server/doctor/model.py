@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from treadle.rollout_server.doctor.facts import Facts, weight_bytes
 from treadle.tracing.diagnosis import Diagnosis, fail, gib, ok, warn
 
+_WITH_MODEL = ("torch", "vllm", "vllm_stock", "sglang")
+
 
 def check_model(facts: Facts) -> Iterator[Diagnosis]:
     """Runs the checks of this module."""
@@ -16,7 +18,7 @@ def check_model(facts: Facts) -> Iterator[Diagnosis]:
 def _files(facts: Facts) -> Iterator[Diagnosis]:
     model, path = facts.model, facts.config.model.path
     if model is None:
-        if facts.config.engine in ("torch", "vllm", "sglang"):
+        if facts.config.engine in _WITH_MODEL:
             yield fail(
                 "model", "unset", "the engine needs a model", "set --model.path to its directory"
             )
@@ -48,7 +50,7 @@ def _weights_directory(facts: Facts) -> Iterator[Diagnosis]:
 
 def _memory(facts: Facts) -> Iterator[Diagnosis]:
     needed, model = weight_bytes(facts), facts.config.model
-    if not needed or facts.config.engine not in ("torch", "vllm", "sglang"):
+    if not needed or facts.config.engine not in _WITH_MODEL:
         return
     if facts.gpus and facts.cuda_devices and model.device != "cpu":
         share = needed // model.tensor_model_parallel_size

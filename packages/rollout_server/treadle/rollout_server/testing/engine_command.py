@@ -16,6 +16,8 @@ import pytest
 from treadle.rollout_server.testing.process import HERE
 
 _IN_THIS_ENVIRONMENT = frozenset({"fake", "torch"})
+_ENVIRONMENTS = {"vllm_stock": "vllm"}
+"""Engine -> the engine in whose environment it runs, where that is another one."""
 
 
 def engine_command(engine: str) -> tuple[str, ...]:
@@ -33,6 +35,7 @@ def engine_command(engine: str) -> tuple[str, ...]:
     """
     if engine in _IN_THIS_ENVIRONMENT:
         return HERE
+    engine = _ENVIRONMENTS.get(engine, engine)
     pex = Path("packages.rollout_server") / f"{engine}.pex"
     if pex.exists():  # A directory, in the packed layout.
         return (sys.executable, str(pex.resolve()))

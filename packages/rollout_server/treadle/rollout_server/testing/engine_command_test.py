@@ -26,6 +26,7 @@ def test_a_pex_beside_the_test_wins_over_the_variable(
     pex.parent.mkdir()
     pex.touch()
     assert engine_command("vllm") == (sys.executable, str(pex))
+    assert engine_command("vllm_stock") == engine_command("vllm")
 
 
 def test_without_an_environment_the_test_is_skipped_and_says_what_to_set() -> None:

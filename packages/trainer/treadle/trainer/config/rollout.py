@@ -30,8 +30,9 @@ class ValidationSamplingConfig(Section):
 class RolloutConfig(Section):
     """The rollout servers, and how training samples from them."""
 
-    name: Literal["fake", "torch", "vllm", "sglang"] = "torch"
-    """The inference engine. fake: deterministic and without a model, to try out a configuration."""
+    name: Literal["fake", "torch", "vllm", "vllm_stock", "sglang"] = "torch"
+    """The inference engine. fake: deterministic and without a model, to try out a configuration.
+    vllm_stock: a vLLM of any release from 0.28 on, with fewer features than vllm."""
     server_command: tuple[str, ...] = ()
     """Program and leading arguments that start a server in its engine's own environment, such as
     /opt/vllm/bin/treadle-rollout-server; the server does not see the trainer's Python. With Ray it

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["ask_cluster", "check_gpus", "device_rows", "found_gpus", "topology_rows"]
 
 _BYTES = {"float32": 4, "bfloat16": 2}
-_TAKES_A_PART = ("vllm", "sglang")
+_TAKES_A_PART = ("vllm", "vllm_stock", "sglang")
 _DEFAULT_PART = 0.9
 # Less of a GPU's memory may be in use by its driver alone.
 _USED_BY_OTHERS = 0.05

@@ -46,7 +46,7 @@ __all__ = [
 ]
 
 
-_HOLD_AS_STORED = ("vllm", "sglang")
+_HOLD_AS_STORED = ("vllm", "vllm_stock", "sglang")
 AnyConfigT = TypeVar("AnyConfigT", Config, SftConfig)
 
 

@@ -36,7 +36,8 @@ __all__ = [
 ]
 
 _COMMAND = "rollout.server_command"
-_OWN_ENVIRONMENT = ("vllm", "sglang")
+# Engines with an environment of their own, and the library in it.
+_LIBRARIES = {"vllm": "vllm", "vllm_stock": "vllm", "sglang": "sglang"}
 # Keys of `rollout` that are passed as `model.KEY`, unless they have their default.
 _MODEL_KEYS = (
     "tensor_model_parallel_size",
@@ -148,13 +149,13 @@ def check_server_command(config: Config) -> None:
             check_command(_COMMAND, rollout.server_command)
     elif (
         rollout.num_replicas
-        and rollout.name in _OWN_ENVIRONMENT
-        and importlib.util.find_spec(rollout.name) is None
+        and (library := _LIBRARIES.get(rollout.name)) is not None
+        and importlib.util.find_spec(library) is None
     ):
         raise ConfigError(
-            f"rollout.name={rollout.name}, and this interpreter has no {rollout.name}: set "
+            f"rollout.name={rollout.name}, and this interpreter has no {library}: set "
             "rollout.server_command to what starts a server in its environment, as "
-            f"/opt/{rollout.name}/bin/treadle-rollout-server"
+            f"/opt/{library}/bin/treadle-rollout-server"
         )
 
 

@@ -5,16 +5,18 @@ the file once, without writing to it. Tensors that are not in a file are copied 
 the server, which lives until `Staging` is closed.
 """
 
+import asyncio
 import math
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from treadle.rollout_server.engine import ElementType, FilePlace, NamedTensor
+from treadle.rollout_server.engine import ElementType, FilePlace, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
+from treadle.rollout_server.tensors import TensorCheck
 
 Entry = tuple[str, str, list[int], str, int]
 """Name, element type, shape, path and offset of a tensor, as plain values for a message."""
@@ -61,6 +63,29 @@ def staging() -> Iterator[Staging]:
         yield staged
     finally:
         staged.close()
+
+
+async def checked_entries(
+    tensors: AsyncIterator[NamedTensor],
+    parameters: tuple[TensorSpec, ...] | None,
+    staged: Staging,
+    *,
+    reuse: bool = False,
+) -> AsyncGenerator[Entry, None]:
+    """Yields the entry of each tensor of an update, staged on a thread.
+
+    Args:
+        parameters: The tensors that the engine must be given.
+        reuse: Whether an entry is read before the next one is asked for.
+
+    Raises:
+        TensorMismatch: A tensor is missing, unknown, duplicated, or has the wrong shape.
+    """
+    check = TensorCheck(parameters)
+    async for tensor in tensors:
+        check.add(tensor.spec)
+        yield await asyncio.to_thread(staged.entry, tensor, reuse=reuse)
+    check.finish()
 
 
 class MappedFiles:

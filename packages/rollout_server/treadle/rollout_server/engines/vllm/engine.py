@@ -20,12 +20,11 @@ import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from vllm.exceptions import VLLMError
 from vllm.inputs.engine import tokens_input
 from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from treadle.rollout_server.config.schema import ServerConfig
 from treadle.rollout_server.engine import (
@@ -43,29 +42,31 @@ from treadle.rollout_server.engine import (
     TensorSpec,
 )
 from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoint_parameters
-from treadle.rollout_server.engines.common.collective_group import encode_group, fail_group
+from treadle.rollout_server.engines.common.collective_group import encode_group
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
-from treadle.rollout_server.engines.common.staging import staging
+from treadle.rollout_server.engines.common.staging import checked_entries, staging
 from treadle.rollout_server.engines.constraints import has_tokenizer
 from treadle.rollout_server.engines.images.inputs import ImageInput, ImageInputs
 from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
-from treadle.rollout_server.engines.vllm.arguments import reports_experts
+from treadle.rollout_server.engines.vllm.arguments import managed_arguments, reports_experts
+from treadle.rollout_server.engines.vllm.calls import Calls
+from treadle.rollout_server.engines.vllm.executor import (
+    MultiProcessExecutor,
+    SingleProcessExecutor,
+)
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 from treadle.rollout_server.engines.vllm.sampling import sampling_params, structured_outputs
 from treadle.rollout_server.engines.vllm.sequence import InFlightCounter, Sequence, SequenceStats
 from treadle.rollout_server.engines.vllm.vision import VisionSetup, image_prompt
 from treadle.rollout_server.errors import (
-    CollectiveBroken,
-    EngineFailed,
     InvalidField,
     ShuttingDown,
 )
 from treadle.rollout_server.model_files import read_model
-from treadle.rollout_server.tensors import TensorCheck, check_tensors
+from treadle.rollout_server.tensors import check_tensors
 
-T = TypeVar("T")
 _NAME = "vllm"
 _WITHOUT_MASKS = ("distributed_executor_backend", "scheduler_cls")
 """Arguments of the engine with which it reports no sampling masks."""
@@ -101,7 +102,7 @@ class VllmEngine:
         self._shutdown_s = 0.0 if on_cpu else None
         self._closed = False
         self._mixed = False  # Whether the weights are a mixture of versions.
-        self._failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        self._call = Calls(_NAME)
 
     @classmethod
     async def load(cls, config: ServerConfig, library: startup.Library) -> "VllmEngine":
@@ -120,14 +121,20 @@ class VllmEngine:
         routed_experts = reports_experts(config, held)
         runtime_dir = RuntimeDir()
         try:
-            llm = await startup.start(
+            managed = managed_arguments(
                 config,
-                library,
                 context_length=held.context_length,
+                on_cpu=library.on_cpu,
                 routed_experts=routed_experts,
-                sockets=runtime_dir.path,
                 vision=vision,
             )
+            arguments = startup.engine_arguments(
+                config,
+                managed,
+                single_process=SingleProcessExecutor,
+                multi_process=MultiProcessExecutor,
+            )
+            llm = await startup.start(arguments, sockets=runtime_dir.path)
         except BaseException:
             runtime_dir.close()
             raise
@@ -149,7 +156,7 @@ class VllmEngine:
             ),
             model=held,
             parameters=parameters,
-            num_workers=_num_workers(llm),
+            num_workers=startup.num_workers(llm),
         )
         engine = cls(llm, info, runtime_dir, on_cpu=library.on_cpu, images=images)
         try:
@@ -238,20 +245,8 @@ class VllmEngine:
         """Replaces all weights by what a group sends; see `Engine.receive_weights`."""
         check_tensors(self.info.parameters, tensors)
         self._mixed = True
-        message = encode_group(group, tensors)
-        call = asyncio.ensure_future(self._workers("treadle_receive", message))
-        try:
-            causes = await asyncio.shield(call)
-        except asyncio.CancelledError:
-            # The workers process no messages while they receive.
-            await asyncio.to_thread(fail_group, group, "the update was given up")
-            await asyncio.wait({call})
-            # A worker that could not write ended the group before it said so: this is the cause.
-            if (error := call.exception()) is not None:
-                raise error from None
-            raise
-        if any(causes):
-            raise CollectiveBroken(max(causes))
+        causes = self._workers("treadle_receive", encode_group(group, tensors))
+        await self._call.receive(group, causes)
         await self._set_version(version)
 
     async def release_memory(self, kinds: frozenset[MemoryKind]) -> None:
@@ -264,7 +259,7 @@ class VllmEngine:
 
     async def wait_failed(self) -> Exception:
         """Waits for the end of vLLM's processes; see `Engine.wait_failed`."""
-        return await asyncio.shield(self._failed)
+        return await self._call.wait_ended()
 
     async def aclose(self) -> None:
         """Ends all sequences as INTERRUPTED, then vLLM's processes."""
@@ -274,8 +269,7 @@ class VllmEngine:
         if self._images is not None:
             self._images.close()
         self._open.set()
-        if not self._failed.done():
-            self._failed.set_result(ShuttingDown())  # Wakes all waits for vLLM.
+        self._call.end(ShuttingDown())
         for sequence in list(self._submitted):
             sequence.interrupt()
         self._llm.output_handler.cancel()  # Otherwise it would treat the shutdown as a failure.
@@ -352,26 +346,18 @@ class VllmEngine:
                 await self._llm.abort(name, internal=True)
 
     async def _load_staged(self, tensors: AsyncIterator[NamedTensor]) -> None:
-        check = TensorCheck(self.info.parameters)
         with staging() as staged:
-            entries = []
-            async for tensor in tensors:
-                check.add(tensor.spec)
-                entries.append(await asyncio.to_thread(staged.entry, tensor))
-            check.finish()
-            await self._workers("treadle_load", entries)
+            checked = checked_entries(tensors, self.info.parameters, staged)
+            await self._workers("treadle_load", [entry async for entry in checked])
 
     async def _load_in_place(self, tensors: AsyncIterator[NamedTensor]) -> None:
-        check = TensorCheck(self.info.parameters)
         with staging() as staged:
             self._mixed = True
             await self._workers("treadle_begin_load")
             try:
-                async for tensor in tensors:
-                    check.add(tensor.spec)
-                    entry = await asyncio.to_thread(staged.entry, tensor, reuse=True)
+                checked = checked_entries(tensors, self.info.parameters, staged, reuse=True)
+                async for entry in checked:
                     await self._workers("treadle_write", entry)
-                check.finish()
             finally:
                 await self._workers("treadle_end_load")
 
@@ -398,42 +384,13 @@ class VllmEngine:
         operation = self._llm.engine_core.call_utility_all_async(
             "collective_rpc", method, None, arguments, None
         )
-        call = asyncio.ensure_future(self._call(operation))
-        try:
-            return [answer for answers in await asyncio.shield(call) for answer in answers]
-        except asyncio.CancelledError:
-            await asyncio.wait({call})
-            raise
-        except EngineFailed:
-            raise
-        except Exception as error:
-            raise EngineFailed(_NAME, error) from error
-
-    async def _call(self, operation: Coroutine[Any, Any, T]) -> T:
-        """Awaits vLLM, which does not answer once its processes have ended.
-
-        Raises:
-            EngineFailed: vLLM's processes have ended.
-            ShuttingDown: This engine is closed.
-        """
-        call = asyncio.ensure_future(operation)
-        try:
-            either: set[asyncio.Future[Any]] = {call, self._failed}
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            if not call.done():
-                call.cancel()
-        if not call.done() or isinstance(call.exception(), EngineDeadError):
-            cause = await self._failed
-            raise cause if isinstance(cause, ShuttingDown) else EngineFailed(_NAME, cause)
-        return call.result()
+        return [answer for answers in await self._call.whole(operation) for answer in answers]
 
     def _on_output_handler_done(self, _: asyncio.Task[None]) -> None:
         """Handles the end of vLLM's processes, or unreadable output of theirs."""
-        if not self._closed and not self._failed.done():
-            self._failed.set_result(startup.cause_of_end(self._llm))
+        if not self._closed and self._call.end(cause := startup.cause_of_end(self._llm)):
             for sequence in list(self._submitted):
-                sequence.fail(self._failed.result())
+                sequence.fail(cause)
 
 
 def _open_images(
@@ -448,11 +405,6 @@ def _open_images(
     images = ImageInputs(model.path, dtype=dtype, cache_bytes=model.image_cache_bytes)
     setup = VisionSetup(architecture, images.max_ids, images.merge_size, images.patch_values)
     return images, setup
-
-
-def _num_workers(llm: Any) -> int:
-    parallel = llm.vllm_config.parallel_config
-    return int(parallel.world_size * parallel.data_parallel_size)
 
 
 @contextmanager

@@ -17,16 +17,23 @@ from treadle.rollout_server.engines.common.die_with_parent import die_with_paren
 from treadle.rollout_server.engines.common.runtime_dir import files_in
 
 
-class _Executor(Executor):  # type: ignore[misc]
-    """What both have."""
+class EndsWithServer(Executor):  # type: ignore[misc]
+    """Ends the process of the engine core with the server, and keeps its files together."""
 
     def _init_executor(self) -> None:
         die_with_parent()
-        # The setting for it is refused with the older model runner; see `sampler.py`.
-        Scheduler.return_sampling_mask = property(lambda _: True, lambda *_: None)
         # The file where ranks meet is among them.
         with files_in(Path(envs.VLLM_RPC_BASE_PATH)):
             super()._init_executor()
+
+
+class _Executor(EndsWithServer):
+    """What both have."""
+
+    def _init_executor(self) -> None:
+        # The setting for it is refused with the older model runner; see `sampler.py`.
+        Scheduler.return_sampling_mask = property(lambda _: True, lambda *_: None)
+        super()._init_executor()
 
     def initialize_from_config(self, kv_cache_configs: Any) -> None:
         super().initialize_from_config(kv_cache_configs)

@@ -2,7 +2,8 @@
 
 Invariant: restored weights are unchanged: vLLM copies them to host memory before it releases
 them (its sleep level 1; level 2 would lose them). It cannot release weights without the KV
-cache, so the KV cache is then released and restored with them. On the CPU there is no other
+cache, so the KV cache is then released and restored with them; before 0.31 it
+cannot release the KV cache alone either. On the CPU there is no other
 memory to copy to, so only the prefix cache is cleared.
 
 Called while the engine is paused with nothing in flight. Waits only for vLLM.
@@ -26,6 +27,7 @@ class DeviceMemory:
     def __init__(self, llm: Any, *, on_cpu: bool) -> None:
         self._llm = llm
         self._on_cpu = on_cpu
+        self._frees_cache = hasattr(llm, "release_kv_cache_memory")
         self._released = _NOTHING  # What the caller released.
         self._sleeping = _NOTHING  # What vLLM has released for it.
 
@@ -38,13 +40,14 @@ class DeviceMemory:
     async def release(self, kinds: frozenset[MemoryKind]) -> None:
         """Releases memory; does nothing for kinds that are released already."""
         self._released |= kinds
+        missing = kinds - self._sleeping
         if self._on_cpu:
             if MemoryKind.KV_CACHE in kinds:
                 await self._llm.reset_prefix_cache()
-        elif MemoryKind.WEIGHTS in kinds - self._sleeping:
+        elif MemoryKind.WEIGHTS in missing or (missing and not self._frees_cache):
             await self._llm.sleep(level=1)
             self._sleeping = frozenset(MemoryKind)
-        elif kinds - self._sleeping:
+        elif missing:
             await self._llm.release_kv_cache_memory()
             self._sleeping |= kinds
 

@@ -10,8 +10,8 @@ KV_CACHE = frozenset({MemoryKind.KV_CACHE})
 BOTH = WEIGHTS | KV_CACHE
 
 
-class Llm:
-    """Writes down what it is asked for."""
+class OldLlm:
+    """Writes down what it is asked for; releases before 0.31 do not release the cache alone."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -19,14 +19,16 @@ class Llm:
     async def sleep(self, level: int) -> None:
         self.calls.append(("sleep", level))
 
-    async def release_kv_cache_memory(self) -> None:
-        self.calls.append("release kv")
-
     async def reset_prefix_cache(self) -> None:
         self.calls.append("forget prefixes")
 
     async def wake_up(self, tags: list[str]) -> None:
         self.calls.append(("wake", *sorted(tags)))
+
+
+class Llm(OldLlm):
+    async def release_kv_cache_memory(self) -> None:
+        self.calls.append("release kv")
 
 
 @pytest.mark.asyncio
@@ -67,3 +69,12 @@ async def test_on_the_cpu_only_prefixes_go() -> None:
     await memory.restore(BOTH)
     memory.check_resident()
     assert llm.calls == ["forget prefixes"]
+
+
+@pytest.mark.asyncio
+async def test_an_older_vllm_releases_the_weights_with_the_cache() -> None:
+    llm = OldLlm()
+    memory = DeviceMemory(llm, on_cpu=False)
+    await memory.release(KV_CACHE)
+    await memory.restore(KV_CACHE)
+    assert llm.calls == [("sleep", 1), ("wake", "kv_cache", "weights")]

