@@ -222,11 +222,10 @@ class Sampler:
         request = self._running.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("request %s failed", request.name, exc_info=error)
-            assert isinstance(error, Exception)
             self._fail(request, error)
         self._news.set()
 
-    def _fail(self, request: SampleRequest, error: Exception) -> None:
+    def _fail(self, request: SampleRequest, error: BaseException) -> None:
         self._answer(request, StoredAnswer.failed(error), "failed")
 
     def _answer(self, request: SampleRequest, answer: StoredAnswer, outcome: str) -> None:

@@ -65,7 +65,7 @@ class StoredAnswer:
         return cls(body=json.dumps(values).encode(), type="application/json")
 
     @classmethod
-    def failed(cls, error: Exception) -> StoredAnswer:
+    def failed(cls, error: BaseException) -> StoredAnswer:
         """Returns the answer to a request that failed; but for a `ServiceError`, by a defect."""
         if not isinstance(error, ServiceError):
             error = ServiceError(f"{type(error).__name__}: {error}", category="server")
