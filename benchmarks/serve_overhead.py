@@ -5,12 +5,15 @@ Three figures on the demo's model, the first two of alternating rounds:
 - *step*: seconds of `forward_backward` and `optim_step` through the API, over those of the same
   batch by the policy's client, which the driver uses, with its own ranks. The service writes the
   new state to the disk in this time; a second ratio is to a peer that does so too.
-- *sample*: tokens per second of `asample` through the API, in groups of 8 as loops ask for them,
-  over those of as many calls of `Generate` at its own rollout server. The milliseconds of CPU
-  that the service takes for a group say what of the ratio is its own on a machine that is shared.
+- *sample*: tokens per second of `asample` through the API with 64 samples in flight all the time,
+  in requests of one sample and of 8, over those of `Generate` at a rollout server of its own with
+  as many in flight. The client of both takes almost nothing (`bare_http.py`); its CPU and the
+  service's are printed. With `--sdk ENVIRONMENT`, what the official client reaches and takes: a
+  directory of a virtual environment with `tinker`, which is made if there is none.
 - *memory*: of the service's process, after waves of 1,000 requests that were in flight together.
 
-    python benchmarks/serve_overhead.py [--rounds 7] [--waves 4]
+    python benchmarks/serve_overhead.py [--figures step sample memory] [--rounds 7] [--waves 4]
+        [--sdk ENVIRONMENT]
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import math
 import os
 import random
@@ -26,14 +30,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import httpx
+from bare_http import BareHttp
+from peer_process import PeerProcess, python_of
 
 from treadle.agent_loop import RequestContext, SamplingParams
-from treadle.agent_loop.rpc import connect
+from treadle.agent_loop.rpc import GrpcTokenGenerator, connect
 from treadle.conformance.tinker.client import KitDatum, RemoteModel, RemoteService
 from treadle.policy.client.group import PolicyGroup
 from treadle.policy.config.policy import LoraConfig
@@ -49,7 +55,9 @@ from treadle.trainer.model_source import resolve_model
 
 _KEY = "tml-of-a-benchmark"
 _MODEL = "demo:calculator"
-_SEQUENCES, _LENGTH, _TOKENS, _CONCURRENT, _GROUP, _WAVE = 32, 256, 32, 64, 8, 1000
+_SEQUENCES, _LENGTH = 32, 256
+_TOKENS, _IN_FLIGHT, _SAMPLES, _GROUP, _WAVE = 32, 64, 384, 8, 1000
+_PROMPT = list(range(5, 69))
 _TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -139,98 +147,155 @@ def _step(model: RemoteModel, batch: Sequence[KitDatum]) -> None:
     model.step(lr=1e-4)
 
 
-async def samples(service: RemoteService, process: int, rounds: int) -> None:
+class _Used(NamedTuple):
+    """What a round reached: tokens per second, and milliseconds of CPU for a sample."""
+
+    tokens_s: float
+    service_ms: float
+    client_ms: float
+
+
+class _Sampling:
+    """The rounds in which `_SAMPLES` are sampled, `_IN_FLIGHT` at a time.
+
+    Args:
+        process: Number of the service's process.
+    """
+
+    def __init__(self, service: RemoteService, process: int) -> None:
+        self._web = _web(service)
+        self._sampler = service.sampler()
+        self._process = process
+        self._names = itertools.count()
+
+    async def _all(self, ask: Callable[[int], Awaitable[None]], group: int) -> None:
+        requests = iter(range(_SAMPLES // group))
+
+        async def one_by_one() -> None:
+            for _ in requests:
+                await ask(next(self._names))
+
+        await asyncio.gather(*(one_by_one() for _ in range(_IN_FLIGHT // group)))
+
+    async def _measured(self, work: Awaitable[float | None]) -> _Used:
+        """Returns what the work used; it returns the client's CPU seconds, or it is the client."""
+        before, own, began = _cpu_s(self._process), time.process_time(), time.perf_counter()
+        client_s = await work
+        took = time.perf_counter() - began
+        if client_s is None:
+            client_s = time.process_time() - own
+        used = _cpu_s(self._process) - before
+        return _Used(_SAMPLES * _TOKENS / took, used / _SAMPLES * 1e3, client_s / _SAMPLES * 1e3)
+
+    async def direct(self, generator: GrpcTokenGenerator) -> _Used:
+        """By a rollout server's client."""
+        params = SamplingParams(max_tokens=_TOKENS, temperature=1.0, ignore_eos=True)
+
+        async def ask(number: int) -> None:
+            name = str(number)
+            about = RequestContext(request_id=name, session_id=name, deadline=math.inf)
+            await generator.generate(_PROMPT, params, request=about)
+            generator.finish_session(name)
+
+        return await self._measured(self._all(ask, 1))
+
+    async def through(self, group: int) -> _Used:
+        """Through the API."""
+
+        async def ask(number: int) -> None:
+            await _ask(self._web, self._sampler, number, _TOKENS, group)
+
+        return await self._measured(self._all(ask, group))
+
+    async def by_sdk(self, peer: PeerProcess, group: int) -> _Used:
+        """Through the API, by the official client in its process."""
+
+        async def ask() -> float:
+            return float((await peer.ask(f"{_SAMPLES} {group}"))["cpu_s"])
+
+        return await self._measured(ask())
+
+
+async def samples(
+    service: RemoteService, process: int, rounds: int, sdk: Path | None, logs: Path
+) -> None:
     """Measures what is sampled."""
-    sampler = service.sampler()
     path = resolve_model(_MODEL)
     own = ("--engine", "torch", "--model.path", str(path), "--model.num_threads", "1")
-    ratios, speeds, used = [], [], 0.0
-    with running_server(*own) as server:
-        async with connect([server.address]) as generator, _web(service) as web:
-            for number in range(rounds + 1):
-                before = _cpu_s(process)
-                through = await _through(web, sampler, number)
-                used += _cpu_s(process) - before
-                params = SamplingParams(max_tokens=_TOKENS, temperature=1.0, ignore_eos=True)
-                began = time.perf_counter()
-                await asyncio.gather(
-                    *(
-                        generator.generate(
-                            list(range(5, 69)),
-                            params,
-                            request=RequestContext(
-                                request_id=f"{number}:{n}",
-                                session_id=f"{number}:{n}",
-                                deadline=math.inf,
-                            ),
-                        )
-                        for n in range(_CONCURRENT)
-                    )
-                )
-                direct = _CONCURRENT * _TOKENS / (time.perf_counter() - began)
-                ratios.append(through / direct)
-                speeds.append((through, direct))
-    print(
-        f"sample: API {_median([a for a, _ in speeds[1:]]):.0f}, rollout server "
-        f"{_median([b for _, b in speeds[1:]]):.0f} tokens/s, ratio {_spread(ratios[1:])}"
-    )
-    groups = (rounds + 1) * _CONCURRENT // _GROUP
-    print(f"  {used / groups * 1e3:.1f} ms of the service's CPU for {_GROUP} samples of {_TOKENS}")
+    sampling = _Sampling(service, process)
+    found: defaultdict[str, list[_Used]] = defaultdict(list)
+    async with contextlib.AsyncExitStack() as stack:
+        server = stack.enter_context(running_server(*own))
+        generator = await stack.enter_async_context(connect([server.address]))
+        peer = None
+        if sdk is not None:
+            peer = await _official_client(service, sdk, logs)
+            stack.push_async_callback(peer.end)
+        for _ in range(rounds + 1):
+            found["rollout server"].append(await sampling.direct(generator))
+            for group in (1, _GROUP):
+                found[f"API, {group} a request"].append(await sampling.through(group))
+                if peer is not None:
+                    used = await sampling.by_sdk(peer, group)
+                    found[f"SDK, {group} a request"].append(used)
+    for name, every in found.items():
+        pairs = list(zip(every, found["rollout server"], strict=True))[1:]
+        print(
+            f"sample: {name}: {_median([used.tokens_s for used, _ in pairs]):.0f} tokens/s, ratio "
+            f"{_spread([used.tokens_s / direct.tokens_s for used, direct in pairs])}; CPU of a "
+            f"sample: service {_median([used.service_ms for used, _ in pairs]):.2f} ms, client "
+            f"{_median([used.client_ms for used, _ in pairs]):.2f} ms",
+            flush=True,
+        )
 
 
-def _web(service: RemoteService) -> httpx.AsyncClient:
-    limits = httpx.Limits(max_connections=2 * _WAVE, max_keepalive_connections=_CONCURRENT)
-    return httpx.AsyncClient(
-        base_url=f"{service.address}/api/v1",
-        headers={"X-API-Key": _KEY},
-        timeout=600.0,
-        limits=limits,
+async def _official_client(service: RemoteService, sdk: Path, logs: Path) -> PeerProcess:
+    python = python_of(sdk, ["tinker"])
+    settings = {
+        "address": service.address,
+        "key": _KEY,
+        "model": _MODEL,
+        "prompt": _PROMPT,
+        "tokens": _TOKENS,
+        "in_flight": _IN_FLIGHT,
+    }
+    return await PeerProcess.start(
+        "tinker", python, "tinker_subject.py", settings, logs / "tinker.log"
     )
 
 
-async def _through(web: httpx.AsyncClient, sampler: str, number: int) -> float:
-    began = time.perf_counter()
-    groups = _CONCURRENT // _GROUP
-    names = range(number * groups, (number + 1) * groups)
-    await asyncio.gather(*(_ask(web, sampler, n, _TOKENS, _GROUP) for n in names))
-    return _CONCURRENT * _TOKENS / (time.perf_counter() - began)
+def _web(service: RemoteService) -> BareHttp:
+    return BareHttp(service.address, {"X-API-Key": _KEY})
 
 
-async def _ask(web: httpx.AsyncClient, sampler: str, seq: int, tokens: int, count: int = 1) -> None:
+async def _ask(web: BareHttp, sampler: str, seq: int, tokens: int, count: int = 1) -> None:
     given: dict[str, Any] = {
         "num_samples": count,
         "sampling_session_id": sampler,
         "seq_id": seq,
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(range(5, 69))}]},
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": _PROMPT}]},
         "sampling_params": {"max_tokens": tokens, "temperature": 1.0, "stop": []},
     }
-    answer = await _post(web, "/asample", given)
-    promise = {"request_id": answer.raise_for_status().json()["request_id"]}
+    answer = await web.post("/api/v1/asample", given)
+    promise = {"request_id": answer["request_id"]}
     while True:
-        found = await _post(web, "/retrieve_future", promise)
-        if "json" not in found.raise_for_status().headers["content-type"]:
+        found = await web.post("/api/v1/retrieve_future", promise)
+        if isinstance(found, bytes):
             return
-        assert found.json().get("type") == "try_again", found.text
-
-
-async def _post(web: httpx.AsyncClient, path: str, given: dict[str, Any]) -> httpx.Response:
-    """Sends a request, again where its connection was closed: it is applied once."""
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            return await web.post(path, json=given)
+        assert found.get("type") == "try_again", found
 
 
 async def memory(service: RemoteService, process: int, waves: int) -> None:
     """Measures the process."""
     sampler = service.sampler()
     found = []
-    async with _web(service) as web:
-        for wave in range(waves):
-            began = time.perf_counter()
-            names = range(wave * _WAVE, (wave + 1) * _WAVE)
-            await asyncio.gather(*(_ask(web, sampler, n, 4) for n in names))
-            found.append(_resident_mib(process))
-            print(f"  wave {wave + 1}: {time.perf_counter() - began:.1f} s, {found[-1]} MiB")
+    web = _web(service)
+    for wave in range(waves):
+        began = time.perf_counter()
+        names = range(wave * _WAVE, (wave + 1) * _WAVE)
+        await asyncio.gather(*(_ask(web, sampler, n, 4) for n in names))
+        found.append(_resident_mib(process))
+        print(f"  wave {wave + 1}: {time.perf_counter() - began:.1f} s, {found[-1]} MiB")
     print(f"memory: {found[0]} to {found[-1]} MiB over {waves} waves of {_WAVE} requests")
 
 
@@ -253,21 +318,26 @@ def _spread(values: Sequence[float]) -> str:
     return f"{_median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-async def _main(rounds: int, waves: int) -> None:
+async def _main(options: argparse.Namespace) -> None:
     print(f"load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         with serving(directory / "state") as (service, process):
-            async with policy(directory / "ranks") as group:
-                await steps(service, group, directory, rounds)
-            await samples(service, process, rounds)
-            await memory(service, process, waves)
+            if "step" in options.figures:
+                async with policy(directory / "ranks") as group:
+                    await steps(service, group, directory, options.rounds)
+            if "sample" in options.figures:
+                await samples(service, process, options.rounds, options.sdk, directory)
+            if "memory" in options.figures:
+                await memory(service, process, options.waves)
     print(f"load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Measures what treadle serve adds.")
+    figures = ("step", "sample", "memory")
+    parser.add_argument("--figures", nargs="+", choices=figures, default=figures)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--waves", type=int, default=4)
-    options = parser.parse_args()
-    asyncio.run(_main(options.rounds, options.waves))
+    parser.add_argument("--sdk", type=Path, metavar="ENVIRONMENT")
+    asyncio.run(_main(parser.parse_args()))

@@ -100,21 +100,28 @@ or that the template does not show tools; a conversation with tools is refused f
 """
 
 
-def make_tokenizer(directory: Path, name: str, template: str) -> Any:
-    """A real tokenizer which knows a template and its special tokens."""
+def make_tokenizer(directory: Path, name: str, template: str, *, keep: bool = False) -> Any:
+    """A real tokenizer which knows a template and its special tokens.
+
+    Args:
+        keep: Whether a token that the tokenizer has stays special or not, as it is there.
+    """
     tokenizer: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     tokens = _TOKENS.findall(template)
     if "Laguna" in name:
         tokens += _LAGUNA_TOKENS.findall(template)
     eos = next((eos for part, eos in _EOS.items() if part in name.lower()), "<|im_end|>")
-    tokenizer.add_tokens(list(dict.fromkeys([*tokens, eos, "<bos>"])), special_tokens=True)
+    known = tokenizer.get_vocab() if keep else {}
+    tokens = [token for token in [*tokens, eos, "<bos>"] if token not in known]
+    tokenizer.add_tokens(list(dict.fromkeys(tokens)), special_tokens=True)
     tokenizer.eos_token = eos
     tokenizer.bos_token = "<bos>"
     tokenizer.chat_template = template
     # Some templates put the names of their tokens together.
     with contextlib.suppress(RenderError, SetupError):
         text = ChatTemplate(tokenizer, {}).text(CONVERSATIONS[2].messages, TOOLS, open_turn=True)
-        tokenizer.add_tokens(list(dict.fromkeys(_TOKENS.findall(text))), special_tokens=True)
+        tokens = [token for token in _TOKENS.findall(text) if token not in known]
+        tokenizer.add_tokens(list(dict.fromkeys(tokens)), special_tokens=True)
     return tokenizer
 
 
@@ -127,7 +134,7 @@ def findings(renderer: HfRenderer, tokenizer: Any) -> Iterator[Finding]:
             if found.verdict is not Verdict.REFUSED:
                 yield found
                 thoughtful = thinking(simpler)
-                if _shows_reasoning(renderer, thoughtful):
+                if shows_reasoning(renderer, thoughtful):
                     yield compare(renderer, tokenizer, thoughtful)
                 break
         else:
@@ -135,7 +142,7 @@ def findings(renderer: HfRenderer, tokenizer: Any) -> Iterator[Finding]:
             yield found
 
 
-def _shows_reasoning(renderer: HfRenderer, conversation: Conversation) -> bool:
+def shows_reasoning(renderer: HfRenderer, conversation: Conversation) -> bool:
     """Whether the reasoning is in the text of one of the turns, while that is the last."""
     tools, messages = TOOLS if conversation.tools else (), conversation.messages
     turns = [i for i, message in enumerate(messages) if message.role == "assistant"]
@@ -146,7 +153,7 @@ def _shows_reasoning(renderer: HfRenderer, conversation: Conversation) -> bool:
         return True
 
 
-class _AnyParser:
+class AnyParser:
     """Reads every text as the call that shows whether a parser fits; this tries templates only."""
 
     stop_tokens: tuple[str, ...] = ()
@@ -174,9 +181,9 @@ def row(name: str, directory: Path, template: str) -> tuple[str, list[Finding]]:
     tokenizer = make_tokenizer(directory, name, template)
     parser = _parser_name(tokenizer, template)
     try:
-        renderer = HfRenderer(tokenizer, parser=_AnyParser())
+        renderer = HfRenderer(tokenizer, parser=AnyParser())
     except SetupError as error:
-        return _cells(name, parser, "", "", "all", "", str(error)), []
+        return table_row(name, parser, "", "", "all", "", str(error)), []
     renderer.template.shows_tools = True  # whether it does is not compared
     found = list(findings(renderer, tokenizer))
     shapes = [
@@ -185,7 +192,7 @@ def row(name: str, directory: Path, template: str) -> tuple[str, list[Finding]]:
     ]
     everything = ", ".join(f.conversation for f in found)
     columns = ["all" if shape == everything else shape for shape in shapes]
-    return _cells(name, parser, *columns, "; ".join(_reasons(found))), found
+    return table_row(name, parser, *columns, "; ".join(_reasons(found))), found
 
 
 def _reasons(found: Iterable[Finding]) -> list[str]:
@@ -197,7 +204,7 @@ def _reasons(found: Iterable[Finding]) -> list[str]:
     return list(causes.values())
 
 
-def _cells(*cells: str) -> str:
+def table_row(*cells: str) -> str:
     """Returns a row of a table; what a cell quotes is neither HTML nor a link."""
     texts = (html.escape(cell, quote=False).replace("[", "&#91;") for cell in cells)
     return f"| {' | '.join(text.replace('|', chr(92) + '|') for text in texts)} |"
@@ -234,7 +241,7 @@ def main() -> int:
     if wrong:
         return 1
     heads = ("template", "parser", "exact", "past", "refused", "split", "reason")
-    table = [_cells(*heads), "|---" * len(heads) + "|", *lines]
+    table = [table_row(*heads), "|---" * len(heads) + "|", *lines]
     page = _HEAD + _summary(found) + "\n".join(table) + "\n"
     options.page.write_text(page, encoding="utf-8")
     return 0

@@ -53,12 +53,10 @@ Handler = Callable[[Service, Request, Given], Any]
 _Refusal = tuple[str, str]
 
 
-def _page(request: Request, limit: int = 20) -> tuple[int, int]:
+def _page(request: Request) -> tuple[int, int]:
     try:
-        offset, size = (
-            int(request.query_params.get(name, default))
-            for name, default in (("offset", 0), ("limit", limit))
-        )
+        offset = int(request.query_params.get("offset", 0))
+        size = int(request.query_params.get("limit", 20))
     except ValueError:
         raise ServiceError(f"{request.url.query}: offset and limit are numbers") from None
     return max(0, offset), min(max(1, size), 10_000)
@@ -68,13 +66,20 @@ def _of_model(kind: str) -> Handler:
     return lambda service, _, given: service.model_request(kind, given)
 
 
-def _parameter(request: Request, *names: str) -> tuple[str, ...]:
-    return tuple(request.path_params[name] for name in names)
+def _given(answer: Callable[[Service, Given], Any]) -> Handler:
+    return lambda service, _, given: answer(service, given)
+
+
+def _placed(answer: Callable[..., Any]) -> Handler:
+    return lambda service, request, _: answer(service, **request.path_params)
+
+
+def _listed(answer: Callable[[Service, int, int], Any]) -> Handler:
+    return lambda service, request, _: answer(service, *_page(request))
 
 
 _RUN: Final = "/training_runs/{model}"
 _CHECKPOINT: Final = _RUN + "/checkpoints/{checkpoint:path}"
-_ONE_CHECKPOINT: Final = ("model", "checkpoint")
 _NO_PROJECTS = "projects", "sessions belong to the server's owner; leave project_id out"
 _NO_BILLING = "billing", "it is your own machine; see the directory's size"
 _NO_SHARING = "public checkpoints", "export the weights (save_weights_external) and share the files"
@@ -87,52 +92,34 @@ PATHS: Final[Mapping[tuple[str, str], Handler | _Refusal]] = MappingProxyType(
         ("POST", "/client/dynamic_config"): lambda *_: {"sample_cancel_enabled": True},
         ("POST", "/telemetry"): lambda *_: {"status": "accepted"},
         ("GET", "/get_server_capabilities"): lambda service, *_: service.capabilities(),
-        ("POST", "/create_session"): lambda service, _, given: service.create_session(given),
-        ("POST", "/session_heartbeat"): lambda service, _, given: service.heartbeat(given),
-        ("GET", "/sessions"): lambda service, request, _: service.sessions(*_page(request)),
-        ("GET", "/sessions/{session}"): (
-            lambda service, request, _: service.session(*_parameter(request, "session"))
-        ),
-        ("POST", "/sessions/{session}/finish"): (
-            lambda service, request, _: service.finish_session(*_parameter(request, "session"))
-        ),
-        ("POST", "/create_model"): lambda service, _, given: service.create_model(given),
-        ("POST", "/unload_model"): lambda service, _, given: service.unload_model(given),
-        ("POST", "/get_info"): lambda service, _, given: service.get_info(given),
-        ("POST", "/load_weights"): lambda service, _, given: service.load_weights(given),
+        ("POST", "/create_session"): _given(Service.create_session),
+        ("POST", "/session_heartbeat"): _given(Service.heartbeat),
+        ("GET", "/sessions"): _listed(Service.sessions),
+        ("GET", "/sessions/{session}"): _placed(Service.session),
+        ("POST", "/sessions/{session}/finish"): _placed(Service.finish_session),
+        ("POST", "/create_model"): _given(Service.create_model),
+        ("POST", "/unload_model"): _given(Service.unload_model),
+        ("POST", "/get_info"): _given(Service.get_info),
+        ("POST", "/load_weights"): _given(Service.load_weights),
         **{("POST", f"/{kind}"): _of_model(kind) for kind in MODEL_KINDS if kind != "load_weights"},
-        ("POST", "/create_sampling_session"): (
-            lambda service, _, given: service.create_sampler(given)
-        ),
-        ("POST", "/asample"): lambda service, _, given: service.sample(given),
-        ("POST", "/cancel_future"): lambda service, _, given: service.cancel(given),
-        ("POST", "/retrieve_future"): lambda service, _, given: service.result(given),
-        ("GET", "/samplers/{sampler}"): (
-            lambda service, request, _: service.sampler(*_parameter(request, "sampler"))
-        ),
-        ("POST", "/weights_info"): lambda service, _, given: service.weights_info(given),
-        ("POST", "/copy_weights"): lambda service, _, given: service.copy_weights(given),
-        ("GET", "/training_runs"): lambda service, request, _: service.runs(*_page(request)),
-        ("GET", _RUN): lambda service, request, _: service.run(*_parameter(request, "model")),
-        ("GET", "/checkpoints"): lambda service, request, _: service.checkpoints(*_page(request)),
-        ("GET", _RUN + "/checkpoints"): (
-            lambda service, request, _: service.checkpoints_of(*_parameter(request, "model"))
-        ),
-        ("GET", _CHECKPOINT + "/external_weights_urls"): (
-            lambda service, request, _: service.exported_files(
-                *_parameter(request, *_ONE_CHECKPOINT)
-            )
-        ),
+        ("POST", "/create_sampling_session"): _given(Service.create_sampler),
+        ("POST", "/asample"): _given(Service.sample),
+        ("POST", "/cancel_future"): _given(Service.cancel),
+        ("POST", "/retrieve_future"): _given(Service.result),
+        ("GET", "/samplers/{sampler}"): _placed(Service.sampler),
+        ("POST", "/weights_info"): _given(Service.weights_info),
+        ("POST", "/copy_weights"): _given(Service.copy_weights),
+        ("GET", "/training_runs"): _listed(Service.runs),
+        ("GET", _RUN): _placed(Service.run),
+        ("GET", "/checkpoints"): _listed(Service.checkpoints),
+        ("GET", _RUN + "/checkpoints"): _placed(Service.checkpoints_of),
+        ("GET", _CHECKPOINT + "/external_weights_urls"): _placed(Service.exported_files),
         ("POST", _CHECKPOINT + "/publish"): _NO_SHARING,
         ("DELETE", _CHECKPOINT + "/publish"): _NO_SHARING,
         ("PUT", _CHECKPOINT + "/ttl"): (
             lambda service, request, given: service.set_expiry(given, **request.path_params)
         ),
-        ("DELETE", _CHECKPOINT): (
-            lambda service, request, _: service.delete_checkpoint(
-                *_parameter(request, *_ONE_CHECKPOINT)
-            )
-        ),
+        ("DELETE", _CHECKPOINT): _placed(Service.delete_checkpoint),
         ("POST", "/forward_backward"): lambda service, _, given: service.passes(given["body"]),
         ("POST", "/retrieve_futures"): (
             "polls of many futures",

@@ -59,7 +59,10 @@ LOSSES: Final = MappingProxyType(
 """By their names in the SDK."""
 
 _REFUSED: Final = {
-    "stable_reinforce": "use importance_sampling, or forward_backward_custom with the formula",
+    "stable_reinforce": (
+        "its formula is in neither the SDK nor the cookbook; set loss_fn=importance_sampling, or "
+        "ppo where samples are of older weights"
+    ),
     "custom": "losses that run on the server are switched off, so the SDK runs them in the client",
 }
 

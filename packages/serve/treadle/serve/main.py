@@ -26,6 +26,13 @@ __all__ = ["main"]
 
 _ADDRESS = "127.0.0.1:8000"
 _CONTEXT = 8192
+_COUNTS = (
+    ("--max-models", 64, "models at a time"),
+    ("--max-session-models", None, "of one session"),
+    ("--max-session-requests", 4096, "of one session to train, and to sample, not yet answered"),
+    ("--max-policies", 2, "sets of ranks for models of other LoRA ranks or matrices"),
+)
+"""Options that are numbers: what each is if left out, and what it limits."""
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,27 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--name", metavar="NAME", help="what clients call the base model; MODEL if left out"
     )
-    parser.add_argument("--max-models", type=int, default=64, metavar="N", help="64 if left out")
-    parser.add_argument(
-        "--max-session-models",
-        type=int,
-        metavar="N",
-        help="of one session; as --max-models if left out",
-    )
-    parser.add_argument(
-        "--max-session-requests",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="of one session to train, and to sample, that are not answered; 4096 if left out",
-    )
-    parser.add_argument(
-        "--max-policies",
-        type=int,
-        default=2,
-        metavar="N",
-        help="sets of ranks for models of other LoRA ranks or matrices; 2 if left out",
-    )
+    for name, default, text in _COUNTS:
+        said = f"{text}; {default or 'as --max-models'} if left out"
+        parser.add_argument(name, type=int, default=default, metavar="N", help=said)
     parser.add_argument("--tls-certificate", type=Path, metavar="FILE", help="PEM")
     parser.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM")
     parser.add_argument(
@@ -87,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = _config(args.model, args.overrides)
         asyncio.run(until_signal(_serve(args, config)))
-    except INPUT_ERRORS as error:
-        return fail(error)
-    except ValueError as error:
+    except (*INPUT_ERRORS, ValueError) as error:
         return fail(error)
     except (NoServerLeftError, ProcessError) as error:
         return fail(error, status=1)
@@ -219,10 +206,8 @@ def _key(file: Path) -> str:
     """Returns the key: that of the environment, or the directory's, which is made if missing."""
     from treadle.trainer.launch.run_tls import write_private
 
-    if given := os.environ.get("TINKER_API_KEY"):
+    given = os.environ.get("TINKER_API_KEY")
+    if given or not file.exists():
         file.unlink(missing_ok=True)
-        write_private(file, given.encode())
-        return given
-    if not file.exists():
-        write_private(file, f"tml-{secrets.token_urlsafe(32)}".encode())
+        write_private(file, (given or f"tml-{secrets.token_urlsafe(32)}").encode())
     return file.read_text(encoding="utf-8").strip()

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -119,8 +120,17 @@ class Policy:
         stack, self._stack = self._stack, AsyncExitStack()
         await stack.aclose()
 
-    async def use(self, work: Callable[[], Awaitable[T]]) -> T:
+    async def use(
+        self,
+        work: Callable[[], Awaitable[T]],
+        content: str | None = None,
+        gradients: Sequence[tuple[str, PolicyPass]] | None = None,
+    ) -> T:
         """Returns what `work` returns, with the lock held and the ranks started; again if lost.
+
+        Args:
+            content: State that is taken up before the work; None: the work does it.
+            gradients: Batches whose gradients came after the state, as `take_up` takes them.
 
         Raises:
             ServiceError: The ranks do not start, or cannot do the work.
@@ -130,6 +140,8 @@ class Policy:
                 try:
                     if self._group is None:
                         await self._start()
+                    if content is not None:
+                        await self.take_up(content, gradients)
                     return await work()
                 except (PolicyError, ProcessError) as error:
                     await self.close()
@@ -203,7 +215,7 @@ class Policy:
 
     async def save(self) -> str:
         """Writes the present state; returns its name, which no row has yet."""
-        directory = self._store.new_state()
+        directory = self._store.states / uuid.uuid4().hex
         await self.call(SaveRequest(directory=str(directory.absolute())))
         self._content, self._gradients = directory.name, ()
         return directory.name

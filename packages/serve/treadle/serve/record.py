@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -80,48 +80,44 @@ class Records:
                 await self._interrupt(model, failed)
 
     def sampled(
-        self, model: str, name: str, prompt: Sequence[int], completions: Sequence[Completion]
+        self, model: str | None, name: str, prompt: Sequence[int], completions: Sequence[Completion]
     ) -> None:
-        """Takes the completions of a request to sample from a model."""
+        """Counts the completions of a request, and keeps those of a model that lives."""
+        count = sum(len(each.token_ids) for each in completions)
+        self.totals.tokens.labels("sampled").inc(count)
         try:
             if (record := self._of(model)) is not None:
-                self._keep(record, name, prompt, completions)
+                record.sampled += count
+                room = _KEPT_PER_STEP - len(record.kept)
+                record.kept += self._trajectories(name, prompt, completions[:room])
         except Exception as error:  # they are answered already
             _log.warning("samples of model %s are not recorded: %r", model, error)
 
-    def _keep(
-        self, record: _Record, name: str, prompt: Sequence[int], completions: Sequence[Completion]
-    ) -> None:
-        record.sampled += sum(len(each.token_ids) for each in completions)
-        if len(record.kept) >= _KEPT_PER_STEP:
-            return
-        text = self._renderer.decode(prompt)
+    def _trajectories(
+        self, name: str, prompt: Sequence[int], completions: Sequence[Completion]
+    ) -> Iterator[Trajectory]:
         for number, completion in enumerate(completions):
-            if len(record.kept) >= _KEPT_PER_STEP:
-                break
             transcript = Transcript(prompt)
             transcript.sample(completion)
-            asked = Message(role="user", content=text)
+            asked = Message(role="user", content=self._renderer.decode(prompt))
             said = Message(role="assistant", content=self._renderer.decode(completion.token_ids))
-            record.kept.append(
-                Trajectory(
-                    task=AgentTask(
-                        task_id=name,
-                        sample_index=0,
-                        rollout_index=number,
-                        loop="sample",
-                        messages=(asked,),
-                    ),
-                    samples=(transcript.freeze(),),
-                    messages=(asked, said),
-                    stop=StopReason.FINISHED,
-                    assistant_turns=1,
-                )
+            yield Trajectory(
+                task=AgentTask(
+                    task_id=name,
+                    sample_index=0,
+                    rollout_index=number,
+                    loop="sample",
+                    messages=(asked,),
+                ),
+                samples=(transcript.freeze(),),
+                messages=(asked, said),
+                stop=StopReason.FINISHED,
+                assistant_turns=1,
             )
 
-    def _of(self, model: str) -> _Record | None:
-        """Returns the record of a model; None: the model is freed."""
-        if model not in self._living:
+    def _of(self, model: str | None) -> _Record | None:
+        """Returns the record of a model; None: the model is freed, or is the base model."""
+        if model is None or model not in self._living:
             return None
         if (record := self._living[model]) is None:
             directory = self._directory / model.replace(":", "-")

@@ -15,8 +15,10 @@ A request waits for its turn and for the servers; the client's poll waits for it
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+from bisect import bisect_left
 from collections import Counter, OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -29,7 +31,7 @@ from treadle.policy.weight_sync.client import WeightSyncClient
 from treadle.policy.weight_sync.errors import WeightSyncError
 from treadle.policy.weight_sync.publisher import PublishReport
 from treadle.serve.errors import Limits, ServiceError, gone
-from treadle.serve.policies import Policies, Policy, Shape
+from treadle.serve.policies import Policies, Shape
 from treadle.serve.record import Records
 from treadle.serve.store import Store, StoredAnswer
 from treadle.serve.wire import SampledSequence, encode_sample
@@ -103,8 +105,14 @@ class Sampler:
 
     async def publish(self, version: int, servers: Sequence[WeightSyncClient]) -> PublishReport:
         """Gives servers the weights that it is their turn to have; the pool calls it."""
-        content = self._publishing
-        policy = await self._source(content)
+        if (content := self._publishing) is None:
+            policy = self._policies.any
+            assert policy is not None, "it gave the servers the weights that they hold"
+        else:
+            row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
+            if row is None:
+                raise gone("sampler weights", content, "save them again, under a name")
+            policy = await self._policies.of(Shape.read(row["shape"]))
 
         async def send() -> PublishReport:
             # Adapters begin at nothing, so a new model has the weights of the base.
@@ -114,17 +122,6 @@ class Sampler:
             return await policy.publisher.publish(version, servers)
 
         return await policy.use(send)
-
-    async def _source(self, content: str | None) -> Policy:
-        """Returns a policy that can send the weights of a state."""
-        if content is None:
-            policy = self._policies.any
-            assert policy is not None, "a policy gave the servers the weights that they hold"
-            return policy
-        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
-        if row is None:
-            raise gone("sampler weights", content, "save them again, under a name")
-        return await self._policies.of(Shape.read(row["shape"]))
 
     def add(self, request: SampleRequest) -> None:
         """Puts a request into the line, once.
@@ -167,11 +164,9 @@ class Sampler:
         """
         if (request := self._requests.get(name)) is None:
             raise gone("request to sample", name, "send it again")
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await request.done.wait()
-        except TimeoutError:
-            return None
         return request.answer
 
     async def run(self, pool: ServerPool) -> None:
@@ -197,13 +192,8 @@ class Sampler:
                 await self._turn_to(content, pool)
             except (AgentLoopError, ServiceError, WeightSyncError) as error:
                 _log.warning("cannot sample from %s: %s", content, error)
-                told = (
-                    error
-                    if isinstance(error, ServiceError)
-                    else ServiceError(str(error), category="server")
-                )
                 for request in self._taken(content):
-                    self._fail(request, told)
+                    self._fail(request, error)
                 return True
         for request in self._taken(content):
             task = asyncio.create_task(self._sample(request, pool), name=request.name)
@@ -232,24 +222,18 @@ class Sampler:
         request = self._running.pop(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("request %s failed", request.name, exc_info=error)
-            told = ServiceError(f"{type(error).__name__}: {error}", category="server")
-            self._fail(request, told)
+            self._fail(request, error)
         self._news.set()
 
-    def _fail(self, request: SampleRequest, error: ServiceError) -> None:
-        self._answer(
-            request, StoredAnswer.of({"error": str(error), "category": error.category}), "failed"
-        )
+    def _fail(self, request: SampleRequest, error: BaseException) -> None:
+        self._answer(request, StoredAnswer.failed(error), "failed")
 
     def _answer(self, request: SampleRequest, answer: StoredAnswer, outcome: str) -> None:
         if request.done.is_set():
             return  # it was cancelled
         request.answer = answer
         request.done.set()
-        session = request.name.partition(":")[0]
-        self._in_flight[session] -= 1
-        if not self._in_flight[session]:
-            del self._in_flight[session]
+        self._in_flight -= Counter((request.name.partition(":")[0],))
         self._records.totals.requests.labels("sample", outcome).inc()
 
     async def _sample(self, request: SampleRequest, pool: ServerPool) -> None:
@@ -278,10 +262,7 @@ class Sampler:
             prompt_logprobs = [*[math.nan] * (len(request.prompt) - len(known)), *known]
         body = encode_sample([self._cut(each, request) for each in completions], prompt_logprobs)
         self._answer(request, StoredAnswer(body=body, type="application/x-protobuf"), "done")
-        sampled = sum(len(each.token_ids) for each in completions)
-        self._records.totals.tokens.labels("sampled").inc(sampled)
-        if request.model is not None:
-            self._records.sampled(request.model, request.name, request.prompt, completions)
+        self._records.sampled(request.model, request.name, request.prompt, completions)
 
     async def _complete(self, request: SampleRequest, number: int, pool: ServerPool) -> Completion:
         async with self._slots:
@@ -308,12 +289,12 @@ class Sampler:
         tokens = completion.token_ids
         logprobs = [value for chunk in completion.chunks for value in chunk.logprobs]
         stopped = completion.finish is not FinishReason.LENGTH
-        if request.stops and any(stop in self._renderer.decode(tokens) for stop in request.stops):
-            low, high = 0, len(tokens)  # the fewest tokens whose text has a stop
-            while high - low > 1:
-                middle = (low + high) // 2
-                text = self._renderer.decode(tokens[:middle])
-                found = any(stop in text for stop in request.stops)
-                low, high = (low, middle) if found else (middle, high)
-            tokens, logprobs, stopped = tokens[:high], logprobs[:high], True
+
+        def is_stopped(count: int) -> bool:
+            text = self._renderer.decode(tokens[:count])
+            return any(stop in text for stop in request.stops)
+
+        if request.stops and is_stopped(len(tokens)):
+            fewest = bisect_left(range(len(tokens)), True, key=is_stopped)
+            tokens, logprobs, stopped = tokens[:fewest], logprobs[:fewest], True
         return SampledSequence(tokens=tokens, logprobs=logprobs, stopped=stopped)

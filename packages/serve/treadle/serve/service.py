@@ -23,8 +23,8 @@ from treadle.policy.config.policy import LoraTarget
 from treadle.serve.errors import ServiceError, gone, refused, unknown
 from treadle.serve.policies import Shape
 from treadle.serve.sampling import Sampler, SampleRequest
-from treadle.serve.store import Store, StoredAnswer
-from treadle.serve.training import Models, checkpoint_content, export_directory
+from treadle.serve.store import Store, StoredAnswer, expiry
+from treadle.serve.training import Models
 from treadle.serve.wire import read_passes
 
 __all__ = ["Service"]
@@ -46,6 +46,10 @@ _TOO_MUCH: Final = {
     "topk_prompt_logprobs": "sample with prompt_logprobs, which are of the prompt's own tokens",
     "topk_sample_logprobs": "the log-probability of each sampled token is returned",
     "target_prompt_logprobs": "score each target as a prompt of its own, by compute_logprobs",
+    "record_stability_info": (
+        "it is for the loss stable_reinforce, whose formula is in neither the SDK nor the "
+        "cookbook; set loss_fn=importance_sampling, or ppo where samples are of older weights"
+    ),
     "prompt_alt_tokens_k": "sample from each prefix with max_tokens=1",
 }
 
@@ -98,10 +102,11 @@ class Service:
 
     def heartbeat(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Keeps the models of a session from making room for others."""
-        if self._session(given["session_id"])["finished"]:
-            raise gone("session", given["session_id"], "it is finished; create another one")
-        now, session = time.time(), given["session_id"]
-        self._store.write(("UPDATE sessions SET seen = ? WHERE id = ?", now, session))
+        session = self._session(given["session_id"])
+        if session["finished"]:
+            raise gone("session", session["id"], "it is finished; create another one")
+        change = "UPDATE sessions SET seen = ? WHERE id = ?"
+        self._store.write((change, time.time(), session["id"]))
         return {"type": "session_heartbeat"}
 
     def finish_session(self, session: str) -> None:
@@ -134,20 +139,14 @@ class Service:
 
     def capabilities(self) -> Mapping[str, Any]:
         """Describes the model."""
-        model = {
-            "model_name": self._name,
-            "max_context_length": self._context_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [model]}
+        about = {"model_name": self._name, "max_context_length": self._context_length}
+        return {"supported_models": [{**about, "trainable": True, "sampleable": True}]}
 
     # --- models ----------------------------------------------------------------------------------
 
     def create_model(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Accepts the creation of a model."""
-        self._check_base(given["base_model"])
-        self._check_optimizer(given)
+        self._check(given)
         model = self._new_model_name(given)
         lora = given.get("lora_config")
         shape = Shape(rank=0, targets="") if lora is None else _shape(lora)
@@ -158,32 +157,27 @@ class Service:
         session, number = given["session_id"], given["model_seq_id"]
         self._session(session)
         if not isinstance(number, int) or number < 0:
-            raise ServiceError(
-                f"model_seq_id={number!r}: give the number of the model in its session"
-            )
+            raise ServiceError(f"model_seq_id={number!r}: give the model's number in its session")
         return f"{session}:train:{number}"
 
-    def _check_base(self, name: str | None) -> None:
+    def _check(self, given: Mapping[str, Any]) -> None:
+        """Refuses another base model or optimizer than the server has."""
+        name = given.get("base_model")
         if name is not None and name not in (self._name, str(self._model_path)):
             raise ServiceError(
                 f"the server has the base model {self._name}, not {name}: ask for this one, or "
                 "start a server with the other"
             )
-
-    def _check_optimizer(self, given: Mapping[str, Any]) -> None:
         kind = (given.get("optimizer_config") or {}).get("type", "adamw")
         if kind != "adamw":
             raise refused(f"optimizer {kind!r}", "leave the optimizer out, for AdamW")
 
     def load_weights(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Accepts a load, onto a model or as the creation of one."""
-        self._check_base(given.get("base_model"))
-        self._check_optimizer(given)
-        _, content = checkpoint_content(self._store, given["path"])
+        self._check(given)
+        row = self._store.checkpoint(given["path"])
         if given.get("session_id") is None:
             return self.model_request("load_weights", given)
-        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
-        assert row is not None
         model, shape = self._new_model_name(given), Shape.read(row["shape"])
         request = self._models.create(model, given["session_id"], "load_weights", given, shape)
         return {"request_id": request, "model_id": model}
@@ -214,8 +208,7 @@ class Service:
             "model_data": {"arch": self._models.architecture, **about},
             "model_id": model,
             "model_name": self._name,
-            "is_lora": bool(shape.rank),
-            "lora_rank": shape.rank or None,
+            **_lora(shape),
         }
 
     def unload_model(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -233,17 +226,13 @@ class Service:
         """Makes a sampling session of a checkpoint or the base model."""
         session = given["session_id"]
         self._session(session)
-        self._check_base(given.get("base_model"))
-        path, content = given.get("model_path"), None
-        if path is not None:
-            path, content = checkpoint_content(self._store, path)
-        sampler = f"{session}:sample:{given['sampling_session_seq_id']}"
-        self._store.write(
-            (
-                "INSERT INTO samplers VALUES (?, ?, NULL, ?, ?, ?) ON CONFLICT DO NOTHING",
-                *(sampler, session, path, content, time.time()),
-            )
+        self._check(given)
+        path = given.get("model_path")
+        content = None if path is None else self._store.checkpoint(path)["content"]
+        sampler, change = self._store.new_sampler(
+            session, given["sampling_session_seq_id"], content, model=None, path=path
         )
+        self._store.write(change)
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def _sampler_row(self, sampler: str) -> Any:
@@ -307,14 +296,10 @@ class Service:
         stop = given.get("stop")
         listed = [stop] if isinstance(stop, str) else list(stop or ())
         ids = [each for each in listed if isinstance(each, int)]
-        texts = []
-        for each in listed:
-            if isinstance(each, str):
-                encoded = self._renderer.encode(each)
-                # A token of its own ends a completion where it is sampled.
-                if len(encoded) == 1:
-                    ids.append(encoded[0])
-                texts.append(each)
+        texts = [each for each in listed if isinstance(each, str)]
+        # A token of its own ends a completion where it is sampled.
+        encoded = map(self._renderer.encode, texts)
+        ids += [each[0] for each in encoded if len(each) == 1]
         room = self._context_length - prompt_length
         top_k = given.get("top_k", -1)
         try:
@@ -338,10 +323,8 @@ class Service:
     async def result(self, given: Mapping[str, Any]) -> StoredAnswer:
         """Returns the answer to a request, or that it is not there yet."""
         request = given["request_id"]
-        if ":sample:" in request:
-            answer = await self._sampler.answer(request, _POLL_S)
-        else:
-            answer = await self._models.answer(request, _POLL_S)
+        asked = self._sampler if ":sample:" in request else self._models
+        answer = await asked.answer(request, _POLL_S)
         if answer is None:
             later = {"type": "try_again", "request_id": request, "queue_state": "active"}
             return StoredAnswer.of(later)
@@ -351,12 +334,11 @@ class Service:
 
     def runs(self, offset: int, limit: int) -> Mapping[str, Any]:
         """Lists models, the last used first."""
-        query = "SELECT * FROM models WHERE content IS NOT NULL ORDER BY used DESC LIMIT ? OFFSET ?"
-        found = [self._run(row) for row in self._store.rows(query, limit, offset)]
-        count = self._store.row("SELECT COUNT(*) AS n FROM models WHERE content IS NOT NULL")
-        assert count is not None
-        cursor = {"offset": offset, "limit": limit, "total_count": count["n"]}
-        return {"training_runs": found, "cursor": cursor}
+        query = "SELECT * FROM models WHERE content IS NOT NULL ORDER BY used DESC"
+        found = self._store.rows(query)
+        cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
+        runs = [self._run(row) for row in found[offset : offset + limit]]
+        return {"training_runs": runs, "cursor": cursor}
 
     def run(self, model: str) -> Mapping[str, Any]:
         """Describes a model."""
@@ -367,21 +349,16 @@ class Service:
 
     def _run(self, row: Any) -> Mapping[str, Any]:
         shape = Shape.read(row["shape"])
-        last = {
-            segment: next(
-                iter(self._checkpoints("model = ? AND kind = ?", row["id"], segment)), None
-            )
-            for segment in _KINDS
-        }
+        oldest_first = reversed(self._checkpoints("model = ?", row["id"]))
+        last = {each["checkpoint_type"]: each for each in oldest_first}
         return {
             "training_run_id": row["id"],
             "base_model": self._name,
             "model_owner": "local",
-            "is_lora": bool(shape.rank),
-            "lora_rank": shape.rank or None,
+            **_lora(shape),
             "last_request_time": _time(row["used"]),
-            "last_checkpoint": last["weights"],
-            "last_sampler_checkpoint": last["sampler_weights"],
+            "last_checkpoint": last.get(_KINDS["weights"]),
+            "last_sampler_checkpoint": last.get(_KINDS["sampler_weights"]),
             "user_metadata": json.loads(row["metadata"]),
         }
 
@@ -413,33 +390,30 @@ class Service:
         cursor = {"offset": offset, "limit": limit, "total_count": len(found)}
         return {"checkpoints": found[offset : offset + limit], "cursor": cursor}
 
-    def _checkpoint(self, model: str, checkpoint: str) -> str:
-        path = f"tinker://{model}/{checkpoint}"
-        checkpoint_content(self._store, path)
-        return path
+    def _checkpoint(self, model: str, checkpoint: str) -> Any:
+        return self._store.checkpoint(f"tinker://{model}/{checkpoint}")
 
     def delete_checkpoint(self, model: str, checkpoint: str) -> None:
         """Deletes a checkpoint; models and sampling sessions made of it go on."""
-        path = self._checkpoint(model, checkpoint)
-        self._store.write(("DELETE FROM checkpoints WHERE path = ?", path))
-        segment, _, name = checkpoint.partition("/")
-        if segment == "external_weights":
-            shutil.rmtree(export_directory(self._store, model, name), ignore_errors=True)
+        row = self._checkpoint(model, checkpoint)
+        self._store.write(("DELETE FROM checkpoints WHERE path = ?", row["path"]))
+        if row["kind"] == "external_weights":
+            directory = self._store.export_directory(model, row["name"])
+            shutil.rmtree(directory, ignore_errors=True)
         self._store.sweep()
 
     def set_expiry(self, given: Mapping[str, Any], *, model: str, checkpoint: str) -> None:
         """Sets when a checkpoint expires, or that it does not."""
-        path, ttl = self._checkpoint(model, checkpoint), given.get("ttl_seconds")
-        expires = None if ttl is None else time.time() + ttl
-        self._store.write(("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, path))
+        path = self._checkpoint(model, checkpoint)["path"]
+        change = "UPDATE checkpoints SET expires = ? WHERE path = ?"
+        self._store.write((change, expiry(given), path))
 
     def exported_files(self, model: str, checkpoint: str) -> Mapping[str, Any]:
         """Names the files of an export, on this machine."""
-        self._checkpoint(model, checkpoint)
-        segment, _, name = checkpoint.partition("/")
-        if segment != "external_weights":
+        row = self._checkpoint(model, checkpoint)
+        if row["kind"] != "external_weights":
             raise ServiceError(f"{checkpoint} is no export: save one by save_weights_external")
-        directory = export_directory(self._store, model, name)
+        directory = self._store.export_directory(model, row["name"])
         files = {
             str(file.relative_to(directory)): file.absolute().as_uri()
             for file in sorted(directory.rglob("*"))
@@ -449,14 +423,10 @@ class Service:
 
     def weights_info(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Describes what a checkpoint is of."""
-        _, content = checkpoint_content(self._store, given["tinker_path"])
-        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
-        assert row is not None
-        shape = Shape.read(row["shape"])
+        shape = Shape.read(self._store.checkpoint(given["tinker_path"])["shape"])
         return {
             "base_model": self._name,
-            "is_lora": bool(shape.rank),
-            "lora_rank": shape.rank or None,
+            **_lora(shape),
             "train_unembed": False,
             "train_mlp": "up_proj" in shape.targets,
             "train_attn": "q_proj" in shape.targets,
@@ -464,32 +434,28 @@ class Service:
 
     def copy_weights(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         """Gives a checkpoint another path, in a training run of its own; no byte is copied."""
-        source, content = checkpoint_content(self._store, given["source_path"])
-        row = self._store.row("SELECT * FROM checkpoints WHERE path = ?", source)
-        shape = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
-        assert row is not None and shape is not None
+        row = self._store.checkpoint(given["source_path"])
         if row["kind"] == "external_weights":
             raise refused("copies of exports", "copy the checkpoint that was exported")
         session, number = given.get("session_id"), given.get("model_seq_id")
         if session is None:
             session, number = str(self.create_session({})["session_id"]), 0
         model = f"{session}:train:{number}"
-        path = f"tinker://{model}/{row['kind']}/{row['name']}"
-        expires = None if (ttl := given.get("ttl_seconds")) is None else time.time() + ttl
-        now = time.time()
+        about = expiry(given), row["metadata"], row["size"]
+        path, added = self._store.named(model, row["kind"], row["name"], row["content"], *about)
         self._store.write(
             (
                 "INSERT INTO models (id, session, shape, content, used, alive, metadata) VALUES "
                 "(?, ?, ?, ?, ?, 0, 'null') ON CONFLICT DO NOTHING",
-                *(model, session, shape["shape"], content, now),
+                *(model, session, row["shape"], row["content"], time.time()),
             ),
-            (
-                "INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                *(path, model, row["kind"], row["name"], content, now),
-                *(expires, row["metadata"], row["size"]),
-            ),
+            added,
         )
         return {"tinker_path": path}
+
+
+def _lora(shape: Shape) -> Mapping[str, Any]:
+    return {"is_lora": bool(shape.rank), "lora_rank": shape.rank or None}
 
 
 def _shape(lora: Mapping[str, Any]) -> Shape:

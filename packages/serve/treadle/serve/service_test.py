@@ -187,3 +187,12 @@ async def test_a_value_that_no_database_takes_is_the_clients_fault(
     content = json.dumps({"session_id": session})
     refused = await served.client.post("/session_heartbeat", content=content)
     assert (refused.status_code, "does not fit" in refused.text) == (400, True)
+
+
+@pytest.mark.asyncio
+async def test_what_stable_reinforce_needs_is_refused_by_its_name(served: Served) -> None:
+    given = {"record_stability_info": True, "sampling_session_id": "s:sample:0", "seq_id": 1}
+    answer = await served.client.post("/asample", json=given)
+    assert answer.status_code == 400
+    told = answer.json()["detail"]
+    assert "no record_stability_info" in told and "loss_fn=importance_sampling" in told

@@ -13,13 +13,17 @@ import json
 import shutil
 import sqlite3
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
-__all__ = ["Store", "StoredAnswer"]
+from treadle.serve.errors import ServiceError, unknown
+
+__all__ = ["Change", "Store", "StoredAnswer", "expiry"]
+
+Change: TypeAlias = tuple[Any, ...]
+"""A statement, and its values."""
 
 _SCHEMA: Final = """
 CREATE TABLE IF NOT EXISTS sessions (
@@ -60,6 +64,18 @@ class StoredAnswer:
         """Returns an answer in JSON."""
         return cls(body=json.dumps(values).encode(), type="application/json")
 
+    @classmethod
+    def failed(cls, error: BaseException) -> StoredAnswer:
+        """Returns the answer to a request that failed; but for a `ServiceError`, by a defect."""
+        if not isinstance(error, ServiceError):
+            error = ServiceError(f"{type(error).__name__}: {error}", category="server")
+        return cls.of({"error": str(error), "category": error.category})
+
+
+def expiry(given: Mapping[str, Any]) -> float | None:
+    """Returns when what a request names expires; None: never."""
+    return None if (ttl := given.get("ttl_seconds")) is None else time.time() + ttl
+
 
 class Store:
     """The database and the directories of a service."""
@@ -91,8 +107,8 @@ class Store:
         found: sqlite3.Row | None = self._db.execute(query, values).fetchone()
         return found
 
-    def write(self, *statements: tuple[Any, ...]) -> None:
-        """Executes statements, each with its values, in one transaction."""
+    def write(self, *statements: Change) -> None:
+        """Executes statements in one transaction."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             for statement, *values in statements:
@@ -104,10 +120,6 @@ class Store:
             raise
 
     # --- states ------------------------------------------------------------------------------
-
-    def new_state(self) -> Path:
-        """Returns a directory that does not exist, for a state."""
-        return self.states / uuid.uuid4().hex
 
     def size(self, content: str) -> int:
         """Returns the bytes of a state."""
@@ -137,15 +149,62 @@ class Store:
             self.write(("DELETE FROM contents WHERE id = ?", content))
             shutil.rmtree(self.states / content, ignore_errors=True)
 
+    # --- checkpoints -------------------------------------------------------------------------
+
+    def checkpoint(self, path: str) -> sqlite3.Row:
+        """Returns the row of a checkpoint that has not expired, with the `shape` of its state.
+
+        Raises:
+            ServiceError: There is no such checkpoint.
+        """
+        row = self.row(
+            "SELECT checkpoints.*, shape FROM checkpoints JOIN contents ON contents.id = content "
+            "WHERE path = ? AND (expires IS NULL OR expires > ?)",
+            *(path, time.time()),
+        )
+        if row is None:
+            raise unknown("checkpoint", path, "see `tinker checkpoint list`, or save it first")
+        return row
+
+    def named(
+        self, model: str, kind: str, name: str, content: str, *about: Any
+    ) -> tuple[str, Change]:
+        """Returns the path by which a state becomes a checkpoint, and the statement that does it.
+
+        Args:
+            about: When it expires, its metadata in JSON, and its bytes.
+        """
+        path = f"tinker://{model}/{kind}/{name}"
+        statement = "INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+        statement += " ON CONFLICT DO NOTHING"
+        return path, (statement, path, model, kind, name, content, time.time(), *about)
+
+    def new_sampler(
+        self, session: str, number: object, content: str | None, *, model: Any, path: Any
+    ) -> tuple[str, Change]:
+        """Returns the name of a sampling session, and the statement that makes it.
+
+        Args:
+            model: Whose weights it has, if they have no name.
+            path: The checkpoint that it has the weights of, if it is one.
+        """
+        sampler = f"{session}:sample:{number}"
+        statement = "INSERT INTO samplers VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING"
+        return sampler, (statement, sampler, session, model, path, content, time.time())
+
+    def export_directory(self, model: str, name: str) -> Path:
+        """Returns where a model is exported to."""
+        return self.states.parent / "exports" / model.replace(":", "-") / name
+
     # --- requests to train -------------------------------------------------------------------
 
     def accept(
-        self, request: str, model: str, seq: int, kind: str, body: bytes, *before: tuple[Any, ...]
+        self, request: str, model: str, seq: int, kind: str, body: bytes, *before: Change
     ) -> None:
         """Writes down a request before its client is told that it is accepted.
 
         Args:
-            before: Statements that come before it, each with its values.
+            before: Statements that come before it.
         """
         self.write(
             *before,
@@ -163,7 +222,7 @@ class Store:
             return None
         return StoredAnswer(body=row["answer"], type=row["type"])
 
-    def answered(self, request: str, answer: StoredAnswer, *more: tuple[Any, ...]) -> None:
+    def answered(self, request: str, answer: StoredAnswer, *more: Change) -> None:
         """Writes down an answer, and with it what else the request has changed."""
         self.write(
             (
@@ -173,7 +232,7 @@ class Store:
             *more,
         )
 
-    def moved(self, model: str, seq: int, content: str) -> Sequence[tuple[Any, ...]]:
+    def moved(self, model: str, seq: int, content: str) -> Sequence[Change]:
         """Returns the statements by which a model has a new state, that of its request `seq`."""
         return (
             (

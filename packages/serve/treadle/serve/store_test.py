@@ -2,6 +2,7 @@
 
 import sqlite3
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from treadle.serve.store import Store, StoredAnswer
 
 def made(store: Store) -> str:
     """Writes a state as ranks do, which no row names yet."""
-    directory = store.new_state()
+    directory = store.states / uuid.uuid4().hex
     directory.mkdir()
     (directory / "weights").write_bytes(b"12345")
     return directory.name

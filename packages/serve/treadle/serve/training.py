@@ -14,6 +14,7 @@ asks for an answer waits for it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
 import logging
@@ -21,7 +22,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ from treadle.serve.batches import PolicyPass, make_batch
 from treadle.serve.errors import Limits, ServiceError, refused, unknown
 from treadle.serve.policies import Policies, Shape
 from treadle.serve.record import Records
-from treadle.serve.store import Store, StoredAnswer
+from treadle.serve.store import Change, Store, StoredAnswer, expiry
 from treadle.serve.wire import encode_output, read_passes
 
 __all__ = ["MODEL_KINDS", "Models"]
@@ -58,6 +59,8 @@ _SEGMENTS: Final = {
 }
 MODEL_KINDS: Final = ("optim_step", "load_weights", *_SEGMENTS)
 """Requests to a model in JSON, by the names of their paths."""
+_Done: TypeAlias = tuple[StoredAnswer, Sequence[Change]]
+"""The answer to a request, and what it changes in the database."""
 
 
 class Models:
@@ -146,8 +149,8 @@ class Models:
         """Frees the model that was used last longest ago, of those whose clients have gone."""
         row = self.store.row(
             "SELECT models.id FROM models JOIN sessions ON sessions.id = models.session WHERE "
-            "alive AND seen < ? AND used < ? ORDER BY used",
-            *(time.time() - _ABANDONED_S, time.time() - _ABANDONED_S),
+            "alive AND seen < ?1 AND used < ?1 ORDER BY used",
+            time.time() - _ABANDONED_S,
         )
         if row is None or row["id"] not in self._models:
             return False
@@ -205,11 +208,9 @@ class Models:
         if found.stopped is not None:
             return found.stopped
         event = self._answered.setdefault(request, asyncio.Event())
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):
                 await event.wait()
-        except TimeoutError:
-            return None
         return self.store.answer_of(request) or found.stopped
 
     def wake(self, request: str) -> None:
@@ -298,7 +299,7 @@ class _Model:
     def _stop(self, error: Exception) -> None:
         """Fails what waits, until the server is started again."""
         text = f"model {self._name} has stopped, by {type(error).__name__}: {error}. {_RESTART}"
-        self.stopped = _failed(text, "server")
+        self.stopped = StoredAnswer.failed(ServiceError(text, category="server"))
         waiting, self.waiting = self.waiting, {}
         for seq in waiting:
             self._models.wake(f"{self._name}:{seq}")
@@ -314,7 +315,7 @@ class _Model:
 
     async def _do(self, seq: int, kind: str, body: bytes) -> None:
         request = f"{self._name}:{seq}"
-        changes: Sequence[tuple[Any, ...]] = ()
+        changes: Sequence[Change] = ()
         outcome = "failed"
         try:
             if kind == "forward_backward":
@@ -322,11 +323,10 @@ class _Model:
             else:
                 answer, changes = await self._execute(seq, kind, json.loads(body))
             outcome = "done"
-        except ServiceError as error:
-            answer = _failed(str(error), error.category)
         except Exception as error:  # a defect of the service must not stop the model
-            _log.exception("request %s failed", request)
-            answer = _failed(f"{type(error).__name__}: {error}", "server")
+            if not isinstance(error, ServiceError):
+                _log.exception("request %s failed", request)
+            answer = StoredAnswer.failed(error)
         self._next = seq + 1
         self._store.answered(request, answer, *changes)
         self._models.wake(request)
@@ -339,14 +339,11 @@ class _Model:
         elif changes:
             self._store.sweep()
 
-    async def _execute(
-        self, seq: int, kind: str, given: Mapping[str, Any]
-    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
-        """Returns the answer to a request in JSON, and what it changes in the database."""
+    async def _execute(self, seq: int, kind: str, given: Mapping[str, Any]) -> _Done:
+        """Does a request in JSON."""
         match kind:
             case "create_model":
                 policy = await self._models.policies.of(self._shape)
-
                 seed = (given.get("lora_config") or {}).get("seed") or 0
                 self._content = await policy.use(lambda: policy.begin(seed))
                 answer = StoredAnswer.of({"type": "create_model", "model_id": self._name})
@@ -367,15 +364,7 @@ class _Model:
         )
 
     def _state(self) -> str:
-        """Returns the model's state.
-
-        Raises:
-            ServiceError: It could not be created.
-        """
-        if self._content is None:
-            raise ServiceError(
-                f"model {self._name} has no weights, because it could not be created"
-            )
+        assert self._content is not None, "a model that could not be created is unloaded"
         return self._content
 
     async def _pass(self, request: str, body: bytes) -> StoredAnswer:
@@ -385,21 +374,15 @@ class _Model:
         loss = 0.0
         policy = await self._models.policies.of(self._shape)
 
-        async def forward() -> bytes:
-            await policy.take_up(content)
-            asked = pb.LogProbsRequest(temperature=1.0)
-            logprobs: bytes = (await policy.call(asked, batch.sequences))[0].logprobs
-            return logprobs
-
-        async def both() -> pb.ForwardBackwardResponse:
-            await policy.take_up(content, self._gradients)
-            return await policy.add_gradient(request, batch)
-
         if counted and batch.forward_only:
-            logprobs_M = np.frombuffer(await policy.use(forward), "<f4")
+            asked = pb.LogProbsRequest(temperature=1.0)
+            answers = await policy.use(lambda: policy.call(asked, batch.sequences), content)
+            logprobs_M = np.frombuffer(answers[0].logprobs, "<f4")
         elif counted:
             began = time.monotonic()
-            response = await policy.use(both)
+            response = await policy.use(
+                lambda: policy.add_gradient(request, batch), content, self._gradients
+            )
             self._gradients.append((request, batch))
             logprobs_M, loss = TokenValues.of(response.tokens).logprobs_M, response.loss
             tokens = sum(len(sequence.ids) for sequence in batch.sequences)
@@ -417,21 +400,18 @@ class _Model:
                 loss = sum(float(x.sum(dtype=np.float64)) for x in fields["elementwise_loss"])
         return StoredAnswer(body=encode_output({"loss:sum": loss}, fields), type=_PROTOBUF)
 
-    async def _step(
-        self, seq: int, given: Mapping[str, Any]
-    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
+    async def _step(self, seq: int, given: Mapping[str, Any]) -> _Done:
         settings, content = _adamw(given), self._state()
         if not self._gradients:
             raise ServiceError("there is no gradient to step with: send forward_backward first")
         policy = await self._models.policies.of(self._shape)
 
         async def step() -> tuple[pb.OptimizerStepResponse, str]:
-            await policy.take_up(content, self._gradients)
             done = await policy.step(settings)
             return done, await policy.save()
 
         began = time.monotonic()
-        done, moved = await policy.use(step)
+        done, moved = await policy.use(step, content, self._gradients)
         self._stepped = self._of_step(done, time.monotonic() - began)
         self._content = moved
         self._gradients.clear()
@@ -460,16 +440,13 @@ class _Model:
 
     # --- checkpoints -----------------------------------------------------------------------------
 
-    async def _load(
-        self, seq: int, given: Mapping[str, Any]
-    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
-        path, content = checkpoint_content(self._store, given["path"])
-        row = self._store.row("SELECT shape FROM contents WHERE id = ?", content)
-        assert row is not None
+    async def _load(self, seq: int, given: Mapping[str, Any]) -> _Done:
+        row = self._store.checkpoint(given["path"])
+        content: str = row["content"]
         saved = Shape.read(row["shape"])
-        if (saved.rank, saved.targets) != (self._shape.rank, self._shape.targets):
+        if saved != self._shape:
             raise ServiceError(
-                f"{path} has adapters of rank {saved.rank} of {saved.targets}, and model "
+                f"{row['path']} has adapters of rank {saved.rank} of {saved.targets}, and model "
                 f"{self._name} of rank {self._shape.rank} of {self._shape.targets}: create the "
                 "model from the checkpoint (create_training_client_from_state)"
             )
@@ -484,46 +461,32 @@ class _Model:
         moved = await policy.use(load)
         self._content = moved
         self._gradients.clear()
-        answer = {"type": "load_weights", "path": path, "model_id": self._name}
+        answer = {"type": "load_weights", "path": row["path"], "model_id": self._name}
         return StoredAnswer.of(answer), self._store.moved(self._name, seq, moved)
 
-    async def _save(
-        self, kind: str, given: Mapping[str, Any]
-    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
+    async def _save(self, kind: str, given: Mapping[str, Any]) -> _Done:
         content, name = self._state(), given.get("path")
         if name is None and kind == "save_weights_for_sampler":
             return self._sampler(content, given)
         name = str(self._next) if name is None else str(name)
         if not name or "/" in name or name.startswith("."):
             raise ServiceError(f"{name!r} cannot name a checkpoint: use letters, digits, - and _")
-        segment = _SEGMENTS[kind]
-        path = f"tinker://{self._name}/{segment}/{name}"
+        size = self._store.size(content)
+        about = expiry(given), json.dumps(given.get("user_metadata"))
+        path, added = self._store.named(self._name, _SEGMENTS[kind], name, content, *about, size)
         there = self._store.row("SELECT path FROM checkpoints WHERE path = ?", path)
         if there is not None and not given.get("overwrite"):
             raise ServiceError(f"{path} exists: choose another name, or save with overwrite=True")
-        size = self._store.size(content)
         if kind == "save_weights_external":
-            size = await self._export(content, given, name)
-        expires = None if (ttl := given.get("ttl_seconds")) is None else time.time() + ttl
-        metadata = json.dumps(given.get("user_metadata"))
-        changes = [
-            ("DELETE FROM checkpoints WHERE path = ?", path),
-            (
-                "INSERT INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                *(path, self._name, segment, name, content, time.time(), expires, metadata, size),
-            ),
-        ]
+            added = (*added[:-1], await self._export(content, given, name))
+        changes = [("DELETE FROM checkpoints WHERE path = ?", path), added]
         return StoredAnswer.of({"type": kind, "path": path}), changes
 
-    def _sampler(
-        self, content: str, given: Mapping[str, Any]
-    ) -> tuple[StoredAnswer, Sequence[tuple[Any, ...]]]:
+    def _sampler(self, content: str, given: Mapping[str, Any]) -> _Done:
         """Makes a sampling session with the present weights, which have no name."""
-        session = self._name.partition(":")[0]
-        sampler = f"{session}:sample:{given.get('sampling_session_seq_id')}"
-        change = (
-            "INSERT INTO samplers VALUES (?, ?, ?, NULL, ?, ?) ON CONFLICT DO NOTHING",
-            *(sampler, session, self._name, content, time.time()),
+        session, number = self._name.partition(":")[0], given.get("sampling_session_seq_id")
+        sampler, change = self._store.new_sampler(
+            session, number, content, model=self._name, path=None
         )
         answer = {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
         return StoredAnswer.of(answer), [change]
@@ -532,38 +495,15 @@ class _Model:
         """Writes a model for others: PEFT's adapter, or all weights; returns its bytes."""
         if given.get("age_encryption_recipients"):
             raise refused("encryption of an export", "leave age_encryption_recipients out")
-        directory = export_directory(self._store, self._name, name)
+        directory = self._store.export_directory(self._name, name)
         directory.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
         policy = await self._models.policies.of(self._shape)
         make: Callable[..., Any] = SaveAdapterRequest if self._shape.rank else SaveHfRequest
 
-        async def write() -> None:
-            await policy.take_up(content)
-            await policy.call(make(directory=str(directory.absolute())))
-
-        await policy.use(write)
+        asked = make(directory=str(directory.absolute()))
+        await policy.use(lambda: policy.call(asked), content)
         return sum(file.stat().st_size for file in directory.rglob("*"))
-
-
-def export_directory(store: Store, model: str, name: str) -> Any:
-    """Returns where a model is exported to."""
-    return store.states.parent / "exports" / model.replace(":", "-") / name
-
-
-def checkpoint_content(store: Store, path: str) -> tuple[str, str]:
-    """Returns the path of a checkpoint and its state.
-
-    Raises:
-        ServiceError: There is no such checkpoint.
-    """
-    row = store.row(
-        "SELECT content FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)",
-        *(path, time.time()),
-    )
-    if row is None:
-        raise unknown("checkpoint", path, "see `tinker checkpoint list`, or save it first")
-    return path, row["content"]
 
 
 def _adamw(given: Mapping[str, Any]) -> pb.AdamW:
@@ -578,7 +518,3 @@ def _adamw(given: Mapping[str, Any]) -> pb.AdamW:
         weight_decay=adam.get("weight_decay", 0.0),
         grad_clip=adam.get("grad_clip_norm", 0.0),
     )
-
-
-def _failed(message: str, category: str) -> StoredAnswer:
-    return StoredAnswer.of({"error": message, "category": category})

@@ -60,8 +60,8 @@ def read_passes(body: bytes) -> Passes:
     except DecodeError as error:
         raise ServiceError(f"the body is no ForwardBackwardRequest of the SDK: {error}") from None
     settings: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
-    for each in message.loss_fn_config_v2:
-        settings[each.key] = each.value.text or each.value.number
+    named = ((each.key, each.value) for each in message.loss_fn_config_v2)
+    settings |= {key: value.text or value.number for key, value in named}
     return Passes(
         model_id=message.model_id,
         seq_id=message.seq_id,
@@ -141,8 +141,7 @@ def encode_output(
     )
     for name, value in metrics.items():
         message.metrics.add(key=name, value=value)
-    encoded: bytes = message.SerializeToString()
-    return encoded
+    return bytes(message.SerializeToString())
 
 
 # --- samples -------------------------------------------------------------------------------------
@@ -174,5 +173,4 @@ def encode_sample(
         )
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, "<f4").tobytes()
-    encoded: bytes = message.SerializeToString()
-    return encoded
+    return bytes(message.SerializeToString())
