@@ -38,6 +38,7 @@ from treadle.rollout_server.engines.torch.attention import (
     RowSpan,
     StepLayout,
     cached_attention,
+    least_tokens,
 )
 from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
 from treadle.rollout_server.engines.torch.row_caches import (
@@ -233,17 +234,22 @@ class CachedModel:
         Returns:
             Logits at the wanted indices, ``[B, vocab]``, float32.
         """
-        input_ids = torch.tensor([ids], device=self.device)
+        padded = [*ids, *[ids[-1]] * step.padding]
+        input_ids = torch.tensor([padded], device=self.device)
+        num_wanted = len(wanted)
+        if num_wanted:
+            wanted = [*wanted, *[wanted[-1]] * (least_tokens() - num_wanted)]
         inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
         if vision_inputs is not None:
-            return self._forward_with_images(input_ids, step, wanted, vision_inputs)
+            logits_BV = self._forward_with_images(input_ids, step, wanted, vision_inputs)
+            return logits_BV[:num_wanted]
         output = self._model(
             **inputs,
             use_cache=False,
             logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
             step=step,
         )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0, :num_wanted]
         return logits.float()
 
     def forward_rows(
@@ -260,7 +266,9 @@ class CachedModel:
         vision_inputs: VisionInputs,
     ) -> torch.Tensor:
         embedded = self._model.get_input_embeddings()(input_ids)
-        inputs: dict[str, Any] = {"position_ids": vision_inputs.positions.unsqueeze(1)}
+        positions = vision_inputs.positions
+        positions = torch.cat((positions, positions[:, -1:].expand(-1, step.padding)), dim=1)
+        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(1)}
         is_image = torch.zeros_like(input_ids, dtype=torch.bool)
         for first, embeddings in vision_inputs.embeddings:
             embedded[0, first : first + len(embeddings)] = embeddings[:, 0]
