@@ -52,6 +52,13 @@ class ServedModelConfig(_Model):
         ge=0,
         description="Maximum memory of the torch engine for prefixes of ended sequences.",
     )
+    max_draft_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=32,
+        description="Maximum number of tokens that the torch engine drafts per sequence in a pass, "
+        "out of texts that it has seen; output is that without drafts. 0: none.",
+    )
     image_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,

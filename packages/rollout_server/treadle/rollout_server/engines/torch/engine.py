@@ -92,6 +92,7 @@ class TorchEngine:
         *,
         max_num_seqs: int,
         prefix_cache_bytes: int,
+        max_draft_tokens: int = 0,
         num_threads: int | None = None,
     ) -> "TorchEngine":
         """Loads a model and starts the compute thread.
@@ -99,10 +100,11 @@ class TorchEngine:
         Args:
             max_num_seqs: Maximum number of sequences in one step.
             prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
+            max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
             num_threads: CPU threads of a step; None means torch's default.
 
         Raises:
-            ValueError: The model is not supported.
+            ValueError: The model is not supported, or cannot read drafts.
             OSError: The model files are missing.
         """
         thread = ComputeThread("torch-engine")
@@ -114,6 +116,7 @@ class TorchEngine:
                 model,
                 max_num_seqs=max_num_seqs,
                 prefix_cache_bytes=prefix_cache_bytes,
+                max_draft_tokens=max_draft_tokens,
                 clock=time.monotonic,
             )
             await thread.run_steps(core)
@@ -282,6 +285,7 @@ async def create(config: ServerConfig) -> TorchEngine:
         source,
         max_num_seqs=model.max_num_seqs,
         prefix_cache_bytes=model.prefix_cache_bytes,
+        max_draft_tokens=model.max_draft_tokens,
         num_threads=model.num_threads,
     )
 
