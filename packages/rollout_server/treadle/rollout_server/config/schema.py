@@ -59,6 +59,11 @@ class ServedModelConfig(_Model):
         description="Maximum number of tokens that the torch engine drafts per sequence in a pass, "
         "out of texts that it has seen; output is that without drafts. 0: none.",
     )
+    batch_invariant: bool = Field(
+        default=False,
+        description="The torch engine gives a token the same bits whatever else it computes, in "
+        "float32 on a CPU; on with drafts.",
+    )
     image_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,

@@ -6,10 +6,11 @@ neighbouring rows, which ends where more padding would cost more than another ke
 sequence in prefill and one in decode differ only in their number of query tokens, so prompts are
 read in chunks next to decoding sequences, and drafts next to last tokens.
 
-In float32 on a CPU, the bits of a token's results do not depend on what else a step computes: on
-other rows, on how many tokens of its own sequence are read with it, on whether a prefix is shared.
-So drafts change no log-probability. Two rules give that, with kernels whose sum for an element has
-the same order for any four or more rows (MKL's; `attention_test.py` holds each machine to it):
+In an exact cache, for float32 on a CPU, the bits of a token's results do not depend on what else a
+step computes: on other rows, on how many tokens of its own sequence are read with it, on whether a
+prefix is shared. So drafts change no log-probability. Two rules give that, with kernels whose sum
+for an element has the same order for any four or more rows (MKL's; `attention_test.py` holds each
+machine to it). Their padding and calls cost a fifth to a half of a pass of the demo's model:
 
 - No matrix has fewer than four rows, or eight for each of several threads; a smaller one repeats
   its last. Activations have a multiple of four, so that vectors cover them: torch computes the rest
@@ -21,8 +22,8 @@ the same order for any four or more rows (MKL's; `attention_test.py` holds each 
 Rows that begin with the same ids have the same keys and values there. Decoding is bound by
 reading them, so a group of decoding rows reads such a shared prefix once, from its first row,
 as one matrix product (Juravsky et al. 2024, arXiv 2402.05099). Measured on a CPU with 64 rows
-of 210 positions, 140 of them shared: 2.7 times as fast. This is for float32 on a CPU too: half
-precision would round the scores, unlike the fused kernel, which does all else.
+of 210 positions, 140 of them shared: 2.7 times as fast. Half precision shares nothing: it would
+round the scores, unlike the fused kernel.
 
 A layer may have a sliding window, and its scores a cap. Both share nothing: the first positions of
 a prefix may be outside the window. The cache keeps all positions either way.
@@ -82,7 +83,7 @@ class _Group:
     num_queries: int  # Q
     kv_length: int  # N
     mask: torch.Tensor  # [R, 1, 1 or G * Q, N - shared]: what is added to the scores.
-    shared: int  # Number of leading positions that are read from the first row only; whole chunks.
+    shared: int  # Number of leading positions that are read from the first row only.
     scatter: tuple[torch.Tensor, torch.Tensor] | None  # Row and query of each token; None: dense.
     position_RQ: torch.Tensor
     queries_per_head: int  # G
@@ -131,14 +132,16 @@ class StepLayout:
         device = cache.shape.device
         rows = [row for row, span in enumerate(spans) for _ in range(span.num_tokens)]
         positions = [p for span in spans for p in range(*span)]
-        padding = max(least_tokens() - len(rows), -len(rows) % LEAST_ROWS)
-        if not cache.shape.is_exact:
-            shared = padding = 0
-        shared -= shared % CHUNK
+        padding = 0
+        if cache.shape.is_exact:
+            padding = max(least_tokens() - len(rows), -len(rows) % LEAST_ROWS)
+            shared -= shared % CHUNK
+        elif cache.shape.dtype is not torch.float32:
+            shared = 0
         groups: list[_Group] = []
         first_token = 0
-        for first, stop in _split(spans, shared):
-            for block in _blocks(spans[first:stop]):
+        for first, stop in _split(spans, shared if cache.shape.is_exact else 0):
+            for block in _blocks(spans[first:stop], cache.shape.is_exact):
                 group = _make_group(cache, block, first, first_token, queries_per_head, shared)
                 first_token = group.tokens.stop
                 groups.append(group)
@@ -177,10 +180,10 @@ def _split(spans: Sequence[RowSpan], shared: int) -> list[tuple[int, int]]:
     return runs
 
 
-def _blocks(spans: Sequence[RowSpan]) -> Iterator[Sequence[RowSpan]]:
-    """Yields the spans, or parts of a long one, which is alone."""
+def _blocks(spans: Sequence[RowSpan], is_exact: bool) -> Iterator[Sequence[RowSpan]]:
+    """Yields the spans, or parts of a long one, which is alone, whose scores take memory."""
     start, stop = spans[0]
-    if stop - start <= _BLOCK:
+    if not is_exact or stop - start <= _BLOCK:
         yield spans
         return
     for first in range(start, stop, _BLOCK):
@@ -206,7 +209,7 @@ def _make_group(
     # A padded query repeats the last real one: a row without any allowed key would be NaN.
     position_RQ = starts[:, None] + torch.minimum(query, counts[:, None] - 1)
     mask = _scores_mask(_hidden(position_RQ, kv_length, None), queries_per_head, dtype)
-    shared = _worth_sharing(shared, spans, num_queries)
+    shared = _worth_sharing(shared, spans, num_queries, is_exact=cache.shape.is_exact)
     scatter = None
     if int(counts.min()) != num_queries:
         row, column = (query < counts[:, None]).nonzero(as_tuple=True)
@@ -240,12 +243,15 @@ def _scores_mask(
     return mask_RQN.repeat(1, repeats, 1).unsqueeze(1)
 
 
-def _worth_sharing(shared: int, spans: Sequence[RowSpan], num_queries: int) -> int:
+def _worth_sharing(
+    shared: int, spans: Sequence[RowSpan], num_queries: int, *, is_exact: bool
+) -> int:
     """Returns how many shared leading positions a group reads once; 0 if it does not pay."""
-    if num_queries > _FEW_QUERIES or len(spans) < LEAST_ROWS:
+    if num_queries > (_FEW_QUERIES if is_exact else 1):
         return 0
     shared = min(shared, *(span.start for span in spans))
-    shared -= shared % CHUNK
+    if is_exact:
+        shared = shared - shared % CHUNK if len(spans) >= LEAST_ROWS else 0
     return shared if shared * (len(spans) - 1) >= _CALL_COST else 0
 
 
@@ -288,15 +294,14 @@ def cached_attention(
         held = (keys_RKND[group.rows], values_RKND[group.rows])
         keys, values = (x[:, :, : group.kv_length] for x in held)
         queries = query_THD[group.tokens]
-        if not step.cache.shape.is_exact:
-            mask = group.unshared_mask(sliding_window)
-            parts.append(_attend(queries, keys, values, scaling, group, mask, softcap))
-        elif sliding_window is None and softcap is None:
-            parts.append(_attend_in_chunks(queries * scaling, keys, values, group))
+        if sliding_window is not None or softcap is not None:
+            group = replace(group, mask=group.unshared_mask(sliding_window), shared=0)
+        if step.cache.shape.is_exact:
+            parts.append(_attend_in_chunks(queries * scaling, keys, values, group, softcap))
+        elif group.shared:
+            parts.append(_attend_shared(queries, keys, values, scaling, group))
         else:
-            mask = group.unshared_mask(sliding_window)
-            plain = replace(group, mask=mask, shared=0)
-            parts.append(_attend_in_chunks(queries * scaling, keys, values, plain, softcap))
+            parts.append(_attend(queries, keys, values, scaling, group, softcap))
     if step.padding:
         parts.append(parts[-1][-1:].expand(step.padding, -1, -1))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).unsqueeze(0), None
@@ -308,7 +313,6 @@ def _attend(
     values_RKND: torch.Tensor,
     scaling: float,
     group: _Group,
-    mask: torch.Tensor,
     softcap: float | None,
 ) -> torch.Tensor:
     """Returns the attention of one group, ``[number of its tokens, H, D]``.
@@ -326,16 +330,52 @@ def _attend(
     folded = padded_RQHD.transpose(1, 2).reshape(num_rows, num_kv_heads, -1, head_dim)
     if softcap is None:
         out = functional.scaled_dot_product_attention(
-            folded, keys_RKND, values_RKND, attn_mask=mask, scale=scaling
+            folded, keys_RKND, values_RKND, attn_mask=group.mask, scale=scaling
         )
     else:
         products = (folded @ keys_RKND.transpose(2, 3)).float() * (scaling / softcap)
-        weights = (products.tanh_().mul_(softcap) + mask).softmax(-1)
+        weights = (products.tanh_().mul_(softcap) + group.mask).softmax(-1)
         out = weights.to(values_RKND.dtype) @ values_RKND
     out_RQHD = out.reshape(num_rows, num_heads, group.num_queries, head_dim).transpose(1, 2)
     if group.scatter is None:
         return out_RQHD.reshape(-1, num_heads, head_dim)
     return out_RQHD[group.scatter]
+
+
+def _attend_shared(
+    query_RHD: torch.Tensor,
+    keys_RKND: torch.Tensor,
+    values_RKND: torch.Tensor,
+    scaling: float,
+    group: _Group,
+) -> torch.Tensor:
+    """Returns the attention of decoding rows that share their first `group.shared` keys.
+
+    Each row has one query. One softmax covers the scores of both parts, so no merge follows.
+    """
+    shared, (num_rows, num_kv_heads) = group.shared, keys_RKND.shape[:2]
+    num_heads, head_dim = query_RHD.shape[1:]
+    per_head = num_heads // num_kv_heads
+    query_RKGD = query_RHD.reshape(num_rows, num_kv_heads, per_head, head_dim)
+    together = (num_kv_heads, num_rows * per_head, -1)  # K, R * G, shared or D
+    apart = (num_rows * num_kv_heads, per_head, -1)  # R * K, G, N or D
+
+    query = query_RKGD.transpose(0, 1).reshape(together)
+    scores = torch.bmm(query, keys_RKND[0, :, :shared].transpose(1, 2)).mul_(scaling)
+    shared_scores = scores.view(num_kv_heads, num_rows, per_head, shared).transpose(0, 1)
+    own_scores = torch.baddbmm(
+        group.mask.expand(-1, num_kv_heads, -1, -1).flatten(0, 1),
+        query_RKGD.reshape(apart),
+        keys_RKND[:, :, shared:].flatten(0, 1).transpose(1, 2),
+        alpha=scaling,
+    )
+    weights = torch.cat((shared_scores.reshape(apart), own_scores), dim=-1).softmax(-1)
+
+    own = torch.bmm(weights[:, :, shared:], values_RKND[:, :, shared:].flatten(0, 1))
+    weights_RKGS = weights[:, :, :shared].view(num_rows, num_kv_heads, per_head, shared)
+    common = torch.bmm(weights_RKGS.transpose(0, 1).reshape(together), values_RKND[0, :, :shared])
+    common_RKGD = common.view(num_kv_heads, num_rows, per_head, head_dim).transpose(0, 1)
+    return (own.view_as(query_RKGD) + common_RKGD).reshape(query_RHD.shape)
 
 
 def _attend_in_chunks(

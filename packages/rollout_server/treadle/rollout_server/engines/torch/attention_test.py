@@ -33,7 +33,7 @@ def expected(
     return out
 
 
-def new_cache(length: int) -> KvCache:
+def new_cache(length: int, *, is_exact: bool = True) -> KvCache:
     shape = KvCacheShape(
         num_layers=2,
         num_heads=KV_HEADS,
@@ -42,6 +42,7 @@ def new_cache(length: int) -> KvCache:
         device=torch.device("cpu"),
         max_rows=8,
         max_length=length,
+        is_exact=is_exact,
     )
     cache = KvCache(shape)
     cache.reserve(8, length)
@@ -86,6 +87,7 @@ def attend(
     ("window", "softcap"), [(None, None), (5, None), (None, 0.8), (5, 0.8)], ids=str
 )
 @pytest.mark.parametrize("call_cost", [0, 4096], ids=["many groups", "one group"])
+@pytest.mark.parametrize("is_exact", [True, False], ids=["exact", "fast"])
 @pytest.mark.parametrize("shared", [0, 130], ids=["nothing shared", "shared prefix"])
 @pytest.mark.parametrize(
     "spans",
@@ -106,13 +108,14 @@ def test_every_token_sees_its_own_sequence_up_to_itself(
     call_cost: int,
     window: int | None,
     softcap: float | None,
+    is_exact: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(attention, "_CALL_COST", call_cost)
     monkeypatch.setattr(attention, "_SHARED_CALL_COST", call_cost)
     torch.manual_seed(0)
     spans = [(start + shared, stop + shared) for start, stop in spans]
-    cache = new_cache(256)
+    cache = new_cache(256, is_exact=is_exact)
     full = [torch.randn(2, stop, KV_HEADS, DIM) for _, stop in spans]
     longest = max(full, key=lambda known: known.shape[1])
     for row, (start, stop) in enumerate(spans):

@@ -78,10 +78,13 @@ class EngineCore:
         max_num_seqs: Maximum number of sequences in one step.
         prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
         max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
+        batch_invariant: Whether the bits of a token's results must not depend on what else a step
+            computes. With drafts they do not where that is possible.
         clock: Returns seconds; decides when tokens are emitted.
 
     Raises:
-        ValueError: Drafts are wanted of a model whose state cannot be cut to a prefix.
+        ValueError: Drafts are wanted of a model whose state cannot be cut to a prefix, or
+            independence of the batch of one that does not have it.
     """
 
     def __init__(
@@ -91,12 +94,19 @@ class EngineCore:
         max_num_seqs: int,
         prefix_cache_bytes: int,
         max_draft_tokens: int,
+        batch_invariant: bool,
         clock: Callable[[], float],
     ) -> None:
         self.weight_version = 0
         self.counters = EngineCounters()
         self._model = model
-        self._kv = model.new_cache(max_rows=max_num_seqs)
+        is_exact = batch_invariant or (max_draft_tokens > 0 and model.can_be_exact)
+        if is_exact and not model.can_be_exact:
+            raise ValueError(
+                "model.batch_invariant: the torch engine has it in float32 on a CPU only, for "
+                "models with keys and values alone (docs/speculation.md): leave it out"
+            )
+        self._kv = model.new_cache(max_rows=max_num_seqs, is_exact=is_exact)
         self._prefixes: PrefixCache[Sequence | _Retained] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
             max_rows=max_num_seqs, max_step_tokens=max(_STEP_TOKENS, max_num_seqs)
@@ -106,7 +116,7 @@ class EngineCore:
             if not isinstance(self._kv, KvCache):
                 raise ValueError(
                     "model.max_draft_tokens: this model has a state that cannot be cut back to "
-                    "the tokens that were sampled (docs/engines.md): leave it 0"
+                    "the tokens that were sampled (docs/speculation.md): leave it 0"
                 )
             self._drafter = Drafter(max_draft_tokens)
         self._sampler = StepSampler(model.device)

@@ -95,7 +95,7 @@ async def all_told(engine: TorchEngine, asked: Sequence[EngineRequest]) -> list[
 @pytest.mark.asyncio
 async def test_output_is_that_without_drafts(model_dir: ModelDir, architecture: str) -> None:
     path, asked = model_dir(architecture), many(36)
-    async with serving(path, max_num_seqs=1, prefix_cache_bytes=0) as engine:
+    async with serving(path, max_num_seqs=1, prefix_cache_bytes=0, batch_invariant=True) as engine:
         alone = await all_told(engine, asked)
         assert engine.counters.drafted == 0
         assert engine.counters.passes == sum(len(one.ids) for one in alone)
@@ -143,7 +143,7 @@ async def test_a_sequence_that_a_pause_keeps_continues_with_new_weights(
         drafted = await told_across(engine, 6)
         assert engine.counters.passes - passes < len(drafted[0])
     assert 6 < drafted[2] < LONG.max_tokens
-    async with serving(model_dir()) as engine:
+    async with serving(model_dir(), batch_invariant=True) as engine:
         assert await told_across(engine, drafted[2]) == drafted
 
 

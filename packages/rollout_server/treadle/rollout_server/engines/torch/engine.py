@@ -93,6 +93,7 @@ class TorchEngine:
         max_num_seqs: int,
         prefix_cache_bytes: int,
         max_draft_tokens: int = 0,
+        batch_invariant: bool = False,
         num_threads: int | None = None,
     ) -> "TorchEngine":
         """Loads a model and starts the compute thread.
@@ -101,6 +102,7 @@ class TorchEngine:
             max_num_seqs: Maximum number of sequences in one step.
             prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
             max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
+            batch_invariant: Whether the bits of a token's results must not depend on its batch.
             num_threads: CPU threads of a step; None means torch's default.
 
         Raises:
@@ -117,6 +119,7 @@ class TorchEngine:
                 max_num_seqs=max_num_seqs,
                 prefix_cache_bytes=prefix_cache_bytes,
                 max_draft_tokens=max_draft_tokens,
+                batch_invariant=batch_invariant,
                 clock=time.monotonic,
             )
             await thread.run_steps(core)
@@ -286,6 +289,7 @@ async def create(config: ServerConfig) -> TorchEngine:
         max_num_seqs=model.max_num_seqs,
         prefix_cache_bytes=model.prefix_cache_bytes,
         max_draft_tokens=model.max_draft_tokens,
+        batch_invariant=model.batch_invariant,
         num_threads=model.num_threads,
     )
 

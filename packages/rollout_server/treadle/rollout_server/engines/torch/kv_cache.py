@@ -19,7 +19,11 @@ LENGTH_UNIT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheShape:
-    """The size of one position, and the maximum size of the buffer."""
+    """The size of one position, and the maximum size of the buffer.
+
+    Attributes:
+        is_exact: Whether the bits of a token's results do not depend on what else a step computes.
+    """
 
     num_layers: int
     num_heads: int
@@ -28,11 +32,7 @@ class KvCacheShape:
     device: torch.device
     max_rows: int
     max_length: int
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether the bits of a token's attention do not depend on what else a step computes."""
-        return self.dtype is torch.float32 and self.device.type == "cpu"
+    is_exact: bool = False
 
     @property
     def bytes_per_token(self) -> int:

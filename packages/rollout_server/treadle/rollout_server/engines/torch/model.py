@@ -190,13 +190,18 @@ class CachedModel:
             for name, parameter in self._parameters.items()
         )
 
-    def new_cache(self, *, max_rows: int) -> KvCache | RowCaches:
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether a cache can be exact: one of float32 on a CPU."""
+        return self._is_flat and self.dtype is torch.float32 and self.device.type == "cpu"
+
+    def new_cache(self, *, max_rows: int, is_exact: bool = False) -> KvCache | RowCaches:
         """Returns an empty cache for this model."""
         if not self._is_flat:
             return RowCaches()
-        return KvCache(self.kv_shape(max_rows=max_rows))
+        return KvCache(self.kv_shape(max_rows=max_rows, is_exact=is_exact))
 
-    def kv_shape(self, *, max_rows: int) -> KvCacheShape:
+    def kv_shape(self, *, max_rows: int, is_exact: bool = False) -> KvCacheShape:
         """Returns the shape of a KV cache for this model."""
         return KvCacheShape(
             num_layers=self.num_layers,
@@ -206,6 +211,7 @@ class CachedModel:
             device=self.device,
             max_rows=max_rows,
             max_length=self.info.context_length,
+            is_exact=is_exact,
         )
 
     def encode_image(self, placed: PlacedImage) -> torch.Tensor:
@@ -237,7 +243,7 @@ class CachedModel:
         padded = [*ids, *[ids[-1]] * step.padding]
         input_ids = torch.tensor([padded], device=self.device)
         num_wanted = len(wanted)
-        if num_wanted:
+        if num_wanted and step.cache.shape.is_exact:
             wanted = [*wanted, *[wanted[-1]] * (least_tokens() - num_wanted)]
         inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
         if vision_inputs is not None:

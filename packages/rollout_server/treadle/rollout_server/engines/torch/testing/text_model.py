@@ -119,6 +119,7 @@ async def serving(
     max_num_seqs: int = 8,
     prefix_cache_bytes: int = 1 << 20,
     max_draft_tokens: int = 0,
+    batch_invariant: bool = False,
 ) -> AsyncIterator[TorchEngine]:
     """Yields an engine on the CPU and closes it at the end."""
     engine = await TorchEngine.load(
@@ -127,6 +128,7 @@ async def serving(
         num_threads=1,
         prefix_cache_bytes=prefix_cache_bytes,
         max_draft_tokens=max_draft_tokens,
+        batch_invariant=batch_invariant,
     )
     try:
         yield engine
