@@ -5,10 +5,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from treadle.rollout_server.engines.torch.draft_index import ORDERS, DraftIndex, DraftText
+from treadle.rollout_server.engines.torch.draft_index import (
+    MOST_AGREEMENT,
+    ORDERS,
+    DraftIndex,
+    DraftText,
+)
 
 IDS = st.lists(st.integers(0, 3), max_size=12)
-SHORTEST = ORDERS[-1]
 
 
 def collide(index: DraftIndex, texts: Sequence[Sequence[int]]) -> bool:
@@ -22,19 +26,19 @@ def collide(index: DraftIndex, texts: Sequence[Sequence[int]]) -> bool:
     return len({index.slot(array("i", ngram)) for ngram in ngrams}) < len(ngrams)
 
 
-def longest(text: Sequence[int], others: Sequence[Sequence[int]]) -> int:
-    """The length of the longest end of a text, of those in `ORDERS`, that others continue."""
-    for order in ORDERS:
-        end = list(text[len(text) - order :])
-        for other in others:
-            places = range(order, len(other))
-            if len(text) >= order and any(list(other[p - order : p]) == end for p in places):
-                return order
-    return 0
+def followers(end: Sequence[int], texts: Sequence[Sequence[int]]) -> set[int]:
+    """What follows an n-gram anywhere."""
+    order = len(end)
+    return {
+        text[place]
+        for text in texts
+        for place in range(order, len(text))
+        if list(text[place - order : place]) == list(end)
+    }
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), IDS), max_size=12))
-def test_it_finds_what_a_search_of_all_texts_finds(steps: list[tuple[int, list[int]]]) -> None:
+def test_it_predicts_what_has_followed_in_some_text(steps: list[tuple[int, list[int]]]) -> None:
     index = DraftIndex(1 << 12)
     texts: dict[int, DraftText] = {}
     held: dict[int, list[int]] = {}
@@ -47,16 +51,12 @@ def test_it_finds_what_a_search_of_all_texts_finds(steps: list[tuple[int, list[i
         assert index.num_ids == sum(map(len, held.values()))
         assume(not collide(index, list(held.values())))
         for name, text in texts.items():
-            found = index.find(text)
-            order = longest(held[name], list(held.values()))
-            if found is None:
-                assert not order
-                continue
-            assert ORDERS[found[0]] == order
-            _, other, place = found
-            end = held[name][len(held[name]) - order :]
-            assert other.ids[place - order : place].tolist() == end
-            assert place < len(other.ids)
+            predicted = {p.order: p.token_id for p in index.predictions(text.ids)}
+            for number, order in enumerate(ORDERS):
+                end = held[name][-order:] if order <= len(held[name]) else None
+                wanted = set() if end is None else followers(end, list(held.values()))
+                assert (number in predicted) == bool(wanted)
+                assert number not in predicted or predicted[number] in wanted
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), IDS), max_size=30), st.integers(1, 20))
@@ -72,29 +72,29 @@ def test_its_texts_stay_within_the_capacity(
             index.extend(texts[which], ids)
         assert index.num_ids <= capacity
         for text in texts.values():
-            found = index.find(text)
-            assert found is None or found[2] < len(found[1].ids)
+            assert all(0 <= p.token_id <= 3 for p in index.predictions(text.ids))
 
 
-def test_the_newest_place_is_found() -> None:
-    index = DraftIndex(100)
-    ngram = list(range(SHORTEST))
-    index.open([*ngram, 50], 0)
-    newer = index.open([9, *ngram, 60], 0)
-    found = index.find(index.open(ngram, 0))
-    assert found is not None
-    assert found[1:] == (newer, SHORTEST + 1)
+def test_the_newest_continuation_is_predicted_with_its_repetitions() -> None:
+    index = DraftIndex(10_000)
+    ngram = array("i", range(ORDERS[-2]))
+    for token_id, agreement in ((50, 0), (50, 1), (50, 2), (60, 0), (60, 1), (50, 0)):
+        index.open([*ngram, token_id], 0)
+        first = next(index.predictions(ngram))
+        assert (ORDERS[first.order], first.token_id) == (len(ngram), token_id)
+        assert first.agreement == agreement
+    for _ in range(2 * MOST_AGREEMENT):
+        index.open([*ngram, 50], 0)
+    assert next(index.predictions(ngram)).agreement == MOST_AGREEMENT
 
 
 def test_ids_that_were_entered_before_are_read_as_context_only() -> None:
     index = DraftIndex(100)
-    ngram = list(range(SHORTEST))
+    ngram = array("i", range(ORDERS[-2]))
     index.open([*ngram, 50], len(ngram) + 1)
-    assert index.find(index.open(ngram, 0)) is None
-    known = index.open([*ngram, 50], len(ngram))
-    found = index.find(index.open(ngram, 0))
-    assert found is not None
-    assert found[1] is known
+    assert not list(index.predictions(ngram))
+    index.open([*ngram, 50], len(ngram))
+    assert {p.token_id for p in index.predictions(ngram)} == {50}
 
 
 @pytest.mark.parametrize("capacity", [1, 5])
@@ -102,4 +102,4 @@ def test_a_text_that_is_too_long_is_not_held(capacity: int) -> None:
     index = DraftIndex(capacity)
     text = index.open([1] * 9, 0)
     index.extend(text, [1])
-    assert (index.num_ids, index.find(text)) == (0, None)
+    assert (index.num_ids, list(index.predictions(text.ids))) == (0, [])

@@ -9,17 +9,22 @@ A draft is what followed the same n-gram before: in the session's own context, i
 its prompt, in earlier rollouts of the row. Their text is all in one index (`DraftIndex`), which
 outlives requests and weights.
 
-The length of a draft is what pays. A token is drafted as long as the probability that it is
-accepted exceeds `_WORTH`. It is estimated by how often tokens after n-grams of this order were
-right, in all sequences and in this one. A sequence without a draft still compares one token, so
-the estimates remain true where nothing is drafted.
+The length of a draft is what pays: it grows while the probability that all of it is accepted is
+above `_WORTH`. That of a token is how often tokens were right after n-grams of its order that
+agreed as often on what follows, lowered in a sequence that had less luck than expected. Of the
+orders, the one that promises most is followed. A sequence without a draft still compares one token,
+so the rates remain true where nothing is drafted.
 """
 
-import math
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from treadle.rollout_server.engines.torch.draft_index import ORDERS, DraftIndex, DraftText
+from treadle.rollout_server.engines.torch.draft_index import (
+    MOST_AGREEMENT,
+    ORDERS,
+    DraftIndex,
+    DraftText,
+)
 
 INDEXED_IDS = 1 << 19
 """Ids that an index holds; with their places they take 18 MB."""
@@ -27,20 +32,24 @@ INDEXED_IDS = 1 << 19
 _WORTH = 0.4
 """Least probability of a token that is drafted: about what one more token of a pass costs on a CPU,
 relative to the token of a pass without drafts."""
-_KEPT_BY_ALL, _KEPT_BY_ONE = 0.999, 0.8  # Of the counts, at each pass of a sequence.
-_PRIOR = 4.0  # Weight of the rate of all sequences, in tokens, beside the counts of one.
+_KEPT_BY_ALL, _KEPT_BY_ONE = 0.9995, 0.8  # Of the counts, at each token and at each pass.
+_KINDS = MOST_AGREEMENT.bit_length() + 1  # Of places, by the magnitude of their agreement.
 
 
 @dataclass(slots=True)
 class _Rate:
-    """Decayed numbers of tokens that were right and wrong."""
+    """How often tokens of a kind were right lately; a half before any was seen."""
 
-    right: float
-    wrong: float
+    right: float = 1.0
+    seen: float = 2.0
 
-    def count(self, right: int, wrong: int, kept: float) -> None:
-        self.right = self.right * kept + right
-        self.wrong = self.wrong * kept + wrong
+    @property
+    def value(self) -> float:
+        return self.right / self.seen
+
+    def count(self, right: bool) -> None:
+        self.right = self.right * _KEPT_BY_ALL + right
+        self.seen = self.seen * _KEPT_BY_ALL + 1.0
 
 
 @dataclass(slots=True)
@@ -54,9 +63,10 @@ class Drafting:
 
     text: DraftText
     draft: list[int] = field(default_factory=list)
-    expected: Ids[int] = ()  # The draft, or one id that is compared only.
-    order: int = 0
-    rate: _Rate = field(default_factory=lambda: _Rate(0.0, 0.0))
+    expected: list[int] = field(default_factory=list)  # The draft, or one id to compare.
+    kinds: list[int] = field(default_factory=list)  # Of what is expected, in `Drafter.rates`.
+    right: float = 0.0  # Decayed number of expected ids that were sampled.
+    hoped: float = 0.0  # Decayed number of those that the rates promised.
 
 
 class Drafter:
@@ -75,7 +85,7 @@ class Drafter:
         self.max_tokens = max_tokens
         self.num_drafted = self.num_accepted = 0
         self._index = DraftIndex(indexed_ids)
-        self._rates = [_Rate(1.0, 1.0) for _ in ORDERS]
+        self._rates = [_Rate() for _ in range(len(ORDERS) * _KINDS)]
 
     def begin(self, ids: Ids[int], known: int) -> Drafting:
         """Enters a prompt.
@@ -91,15 +101,30 @@ class Drafter:
         Args:
             room: Maximum length of the draft, in tokens.
         """
-        drafting.draft, drafting.expected = [], ()
-        found = self._index.find(drafting.text)
-        if found is None:
-            return
-        drafting.order, held, place = found
-        length = min(self._worthwhile(drafting), room)
-        drafting.expected = held.ids[place : place + max(length, 1)]
-        if length:
-            drafting.draft = list(drafting.expected)
+        drafting.draft, drafting.expected, drafting.kinds = [], [], []
+        luck = min(1.0, (drafting.right + 1.0) / (drafting.hoped + 1.0))
+        room = min(room, self.max_tokens)
+        probability = 1.0
+        context = drafting.text.ids[-ORDERS[0] :]
+        while len(drafting.expected) < max(room, 1):
+            best, kind, token_id = 0.0, 0, 0
+            for order, predicted, agreement in self._index.predictions(context):
+                its_kind = order * _KINDS + agreement.bit_length()
+                rate = self._rates[its_kind].value
+                if rate > best:
+                    best, kind, token_id = rate, its_kind, predicted
+            if not best:
+                break
+            probability *= best * luck
+            if probability <= _WORTH and drafting.expected:
+                break
+            drafting.expected.append(token_id)
+            drafting.kinds.append(kind)
+            if probability <= _WORTH:
+                break
+            context.append(token_id)
+            drafting.draft.append(token_id)
+        del drafting.draft[max(room, 0) :]
 
     def observe(self, drafting: Drafting, sampled: Ids[int]) -> None:
         """Counts what a pass has sampled, and enters it.
@@ -108,28 +133,17 @@ class Drafter:
             sampled: Ids of the pass, at least one.
         """
         right = 0
-        for expected, found in zip(drafting.expected, sampled, strict=False):
+        drafting.right *= _KEPT_BY_ONE
+        drafting.hoped *= _KEPT_BY_ONE
+        for expected, found, kind in zip(drafting.expected, sampled, drafting.kinds, strict=False):
+            rate = self._rates[kind]
+            drafting.hoped += rate.value
+            rate.count(expected == found)
             if expected != found:
                 break
             right += 1
-        compared = min(len(drafting.expected), len(sampled))
-        if compared:
-            wrong = int(right < compared)
-            self._rates[drafting.order].count(right, wrong, _KEPT_BY_ALL)
-            drafting.rate.count(right, wrong, _KEPT_BY_ONE)
+        drafting.right += right
         if drafting.draft:
             self.num_drafted += len(drafting.draft)
             self.num_accepted += min(right, len(drafting.draft))
         self._index.extend(drafting.text, sampled)
-
-    def _worthwhile(self, drafting: Drafting) -> int:
-        """Returns how many tokens pay, if each is right with the same probability."""
-        of_all, of_one = self._rates[drafting.order], drafting.rate
-        rate = of_all.right / (of_all.right + of_all.wrong)
-        seen = of_one.right + of_one.wrong
-        probability = (of_one.right + _PRIOR * rate) / (seen + _PRIOR)
-        if probability <= _WORTH:
-            return 0
-        if probability >= 1.0:
-            return self.max_tokens
-        return min(self.max_tokens, int(math.log(_WORTH) / math.log(probability)))
