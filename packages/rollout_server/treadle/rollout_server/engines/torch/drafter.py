@@ -27,7 +27,7 @@ from treadle.rollout_server.engines.torch.draft_index import (
 )
 
 INDEXED_IDS = 1 << 19
-"""Ids that an index holds; with their places they take 18 MB."""
+"""Ids that an index holds; with their places they take 20 MB."""
 
 _WORTH = 0.4
 """Least probability of a token that is drafted: about what one more token of a pass costs on a CPU,
@@ -64,7 +64,9 @@ class Drafting:
     text: DraftText
     draft: list[int] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)  # The draft, or one id to compare.
-    kinds: list[int] = field(default_factory=list)  # Of what is expected, in `Drafter.rates`.
+    kinds: list[int] = field(
+        default_factory=list
+    )  # Of what is expected, as indices of the drafter's rates.
     right: float = 0.0  # Decayed number of expected ids that were sampled.
     hoped: float = 0.0  # Decayed number of those that the rates promised.
 
