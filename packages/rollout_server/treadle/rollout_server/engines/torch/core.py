@@ -379,19 +379,12 @@ class EngineCore:
             kv,
             spans,
             queries_per_head=self._model.queries_per_head,
-            shared=self._shared_tokens(sequences),
+            shared=_shared_tokens(sequences, self._epoch),
         )
         images = None
         if any(sequence.images for sequence in sequences):
             images = vision_inputs(sequences, spans, self._model.encode_image, self._model.device)
         return self._model.forward(ids, layout, wanted, images)
-
-    def _shared_tokens(self, sequences: list[Sequence]) -> int:
-        """Returns the number of leading ids, and so cache entries, that sequences share."""
-        if any(sequence.epoch != self._epoch for sequence in sequences):
-            return 0
-        keys = [sequence.prompt_key for sequence in sequences]
-        return common_tokens(min(keys), max(keys))
 
     def _append(self, sequence: Sequence, drawn: list[Drawn]) -> FinishReason | None:
         """Appends the tokens of a pass; returns the finish reason if one is the last."""
@@ -484,6 +477,14 @@ def _scored_positions(sequence: Sequence, span: RowSpan) -> range:
         return range(0)
     first = max(span.start + 1, sequence.num_scored)
     return range(first, min(span.stop + 1, len(sequence.request.prompt)))
+
+
+def _shared_tokens(sequences: list[Sequence], epoch: int) -> int:
+    """Returns the number of leading ids, and so cache entries, that sequences share."""
+    if any(sequence.epoch != epoch for sequence in sequences):
+        return 0
+    keys = [sequence.prompt_key for sequence in sequences]
+    return common_tokens(min(keys), max(keys))
 
 
 def _left(sequence: Sequence, context_length: int) -> int:
