@@ -427,12 +427,21 @@ class EngineCounters:
     """Number of sequences by outcome, since the engine was built.
 
     ``started == finished + aborted + running`` at every instant.
+
+    Attributes:
+        passes: Number of times that a sequence was sampled from; several tokens come of one pass
+            where drafts are accepted. 0 if the engine does not count them.
+        drafted: Number of tokens that were drafted for speculative decoding.
+        accepted: Number of drafted tokens that were sampled.
     """
 
     started: int = 0
     finished: int = 0
     aborted: int = 0
     running: int = 0
+    passes: int = field(default=0, compare=False)
+    drafted: int = field(default=0, compare=False)
+    accepted: int = field(default=0, compare=False)
 
 
 # How it pauses

@@ -52,6 +52,18 @@ class ServedModelConfig(_Model):
         ge=0,
         description="Maximum memory of the torch engine for prefixes of ended sequences.",
     )
+    max_draft_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=32,
+        description="Maximum number of tokens that the torch engine drafts per sequence in a pass, "
+        "out of texts that it has seen; output is that without drafts. 0: none.",
+    )
+    batch_invariant: bool = Field(
+        default=False,
+        description="The torch engine gives a token the same bits whatever else it computes, in "
+        "float32 on a CPU; on with drafts.",
+    )
     image_cache_bytes: int = Field(
         default=256 << 20,
         ge=0,

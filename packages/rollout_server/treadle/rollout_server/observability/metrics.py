@@ -31,6 +31,7 @@ from prometheus_client.registry import Collector
 
 from treadle.rollout_server.address import Address
 from treadle.rollout_server.config.schema import SecurityConfig
+from treadle.rollout_server.engine import EngineCounters
 from treadle.rollout_server.observability.server_stats import Distribution, ServerStats
 from treadle.rollout_server.replica import Replica
 from treadle.rollout_server.scheduling.lifecycle import ServerState
@@ -102,8 +103,19 @@ class ReplicaCollector(Collector):
             ("cached_prompt", "Of these, in the prefix cache.", stats.cached_prompt_tokens),
         ):
             yield CounterMetricFamily(f"treadle_{name}_tokens", text, value=value)
+        yield from self._drafts()
         yield _histogram("treadle_queue_seconds", "From call to start.", stats.queue_s)
         yield _histogram("treadle_engine_seconds", "From start to end.", stats.engine_s)
+
+    def _drafts(self) -> Iterator[Metric]:
+        engine = self._replica.loaded_engine
+        counters = EngineCounters() if engine is None else engine.counters
+        for name, text, value in (
+            ("sampling_passes", "Passes of a sequence that sampled.", counters.passes),
+            ("drafted_tokens", "Proposed for speculative decoding.", counters.drafted),
+            ("accepted_draft_tokens", "Of these, sampled.", counters.accepted),
+        ):
+            yield CounterMetricFamily(f"treadle_{name}", text, value=value)
 
     def _updates(self) -> Iterator[Metric]:
         stats = self._stats

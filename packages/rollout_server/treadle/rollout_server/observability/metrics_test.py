@@ -94,6 +94,7 @@ async def test_completions_are_counted_by_their_outcome() -> None:
                 pass
         after = await it.read()
     assert before["treadle_sampled_tokens_total"] == 0
+    assert before["treadle_drafted_tokens_total"] == before["treadle_sampling_passes_total"] == 0
     assert before["treadle_server_state serving"] == 1
     assert after["treadle_completions_total length"] == 2
     assert after["treadle_completions_total weight_version_behind"] == 1

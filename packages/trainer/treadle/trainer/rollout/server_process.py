@@ -47,6 +47,8 @@ _MODEL_KEYS = (
     "max_num_batched_tokens",
     "enforce_eager",
     "enable_prefix_caching",
+    "max_draft_tokens",
+    "batch_invariant",
 )
 
 

@@ -44,7 +44,7 @@ class ImagePositions:
         return cls(prompt=positions, offset=offset)
 
     def within(self, start: int, stop: int) -> torch.Tensor:
-        """Returns positions ``[3, n]`` of ids ``[start, stop)``, all or none in the prompt."""
-        if start < self.prompt.shape[1]:
-            return self.prompt[:, start:stop]
-        return torch.arange(start + self.offset, stop + self.offset).expand(3, -1)
+        """Returns positions ``[3, n]`` of ids ``[start, stop)``."""
+        end = self.prompt.shape[1]
+        after = torch.arange(max(start, end), max(stop, end)) + self.offset
+        return torch.cat((self.prompt[:, start:stop], after.expand(3, -1)), dim=1)

@@ -28,6 +28,8 @@ _CPU_KV_CACHE_BYTES = 1 << 30  # SGLang's default is most of the host's memory.
 _CPU_KV_CONTEXTS = 4  # Maximum number of full contexts per sequence.
 _UNSUPPORTED = {
     "model.prefix_cache_bytes": "prefixes are in the KV cache, set model.kv_cache_bytes",
+    "model.max_draft_tokens": "only the torch engine drafts, leave it out",
+    "model.batch_invariant": "only the torch engine has it, leave it out",
 }
 _CPU_UNSUPPORTED = {
     "model.gpu_memory_utilization": "it runs on the CPU, set model.kv_cache_bytes",

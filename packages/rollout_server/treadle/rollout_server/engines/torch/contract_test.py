@@ -21,7 +21,11 @@ class TestTorchEngine(InProcessContract, CollectiveContract):
     async def engine(self, weights: int = 0) -> AsyncIterator[Engine]:
         source = ModelSource(path=self._paths[weights], dtype=ElementType.FLOAT32, device="cpu")
         engine = await TorchEngine.load(
-            source, max_num_seqs=16, prefix_cache_bytes=1 << 20, num_threads=1
+            source,
+            max_num_seqs=16,
+            prefix_cache_bytes=1 << 20,
+            max_draft_tokens=7,
+            num_threads=1,
         )
         yield engine
         await engine.aclose()

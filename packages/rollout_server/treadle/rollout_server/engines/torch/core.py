@@ -5,10 +5,12 @@ abort, a pause, new weights) is applied only there. Sequences join and leave the
 at every step.
 
 A step admits waiting sequences, copies the cached prefixes of their prompts, runs the model on
-one flat row of tokens (one per decoding sequence, a chunk per prompt in prefill), and samples
-one token for each sequence whose ids are then all in the cache. Where the log-probabilities of a
-prompt are wanted, each chunk reports those of the ids that its rows predict, and no cached prefix
-covers such a row.
+one flat row of tokens (one per decoding sequence and those of its draft, a chunk per prompt in
+prefill), and samples for each sequence whose ids are then all in the cache: one token, and one
+more for each token of its draft that equals the one sampled in its place (`drafter.py`). The keys
+and values of other drafted tokens stay beyond the row's length until they are overwritten. Where
+the log-probabilities of a prompt are wanted, each chunk reports those of the ids that its rows
+predict, and no cached prefix covers such a row.
 
 When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it keeps the keys and
 values that the old weights computed, and its next tokens carry the new version. Such a row is
@@ -46,14 +48,16 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
-from treadle.rollout_server.engines.common.sampling import SamplingBatch, logprobs_of
+from treadle.rollout_server.engines.common.sampling import logprobs_of
 from treadle.rollout_server.engines.images.reader import PlacedImage
 from treadle.rollout_server.engines.torch.attention import RowSpan, StepLayout
+from treadle.rollout_server.engines.torch.drafter import Drafter
 from treadle.rollout_server.engines.torch.kv_cache import KvCache
 from treadle.rollout_server.engines.torch.model import CachedModel
 from treadle.rollout_server.engines.torch.prefix_cache import PrefixCache, common_tokens
 from treadle.rollout_server.engines.torch.scheduler import ScheduledIds, Scheduler
 from treadle.rollout_server.engines.torch.sequence import Sequence, Sink
+from treadle.rollout_server.engines.torch.step_sampler import Drawn, StepSampler
 from treadle.rollout_server.engines.torch.vision import vision_inputs
 
 _STEP_TOKENS = 2048
@@ -73,7 +77,14 @@ class EngineCore:
     Args:
         max_num_seqs: Maximum number of sequences in one step.
         prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
+        max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
+        batch_invariant: Whether the bits of a token's results must not depend on what else a step
+            computes. With drafts they do not where that is possible.
         clock: Returns seconds; decides when tokens are emitted.
+
+    Raises:
+        ValueError: Drafts are wanted of a model whose state cannot be cut to a prefix, or
+            independence of the batch of one that does not have it.
     """
 
     def __init__(
@@ -82,16 +93,33 @@ class EngineCore:
         *,
         max_num_seqs: int,
         prefix_cache_bytes: int,
+        max_draft_tokens: int,
+        batch_invariant: bool,
         clock: Callable[[], float],
     ) -> None:
         self.weight_version = 0
         self.counters = EngineCounters()
         self._model = model
-        self._kv = model.new_cache(max_rows=max_num_seqs)
+        is_exact = batch_invariant or (max_draft_tokens > 0 and model.can_be_exact)
+        if is_exact and not model.can_be_exact:
+            raise ValueError(
+                "model.batch_invariant: the torch engine has it in float32 on a CPU only, for "
+                "models with keys and values alone (docs/speculation.md): leave it out"
+            )
+        self._kv = model.new_cache(max_rows=max_num_seqs, is_exact=is_exact)
         self._prefixes: PrefixCache[Sequence | _Retained] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
             max_rows=max_num_seqs, max_step_tokens=max(_STEP_TOKENS, max_num_seqs)
         )
+        self._drafter: Drafter | None = None
+        if max_draft_tokens:
+            if not isinstance(self._kv, KvCache):
+                raise ValueError(
+                    "model.max_draft_tokens: this model has a state that cannot be cut back to "
+                    "the tokens that were sampled (docs/speculation.md): leave it 0"
+                )
+            self._drafter = Drafter(max_draft_tokens)
+        self._sampler = StepSampler(model.device)
         self._clock = clock
         self._last_flush = clock()
         self._policy: InFlightPolicy | None = None
@@ -99,8 +127,7 @@ class EngineCore:
         self._epoch = 0
         self._outbox: list[Callable[[], None]] = []
         self._drained: list[Callable[[], None]] = []
-        self._batch: tuple[list[Sequence], SamplingBatch] | None = None
-        self._started = self._finished = self._aborted = 0
+        self._started = self._finished = self._aborted = self._passes = 0
 
     @property
     def runnable(self) -> bool:
@@ -116,6 +143,9 @@ class EngineCore:
             finished=self._finished,
             aborted=self._aborted,
             running=len(self._scheduler.running),
+            passes=self._passes,
+            drafted=0 if self._drafter is None else self._drafter.num_drafted,
+            accepted=0 if self._drafter is None else self._drafter.num_accepted,
         )
         outbox, self._outbox = self._outbox, []
         return outbox
@@ -239,30 +269,18 @@ class EngineCore:
             for sequence in self._scheduler.admit(lambda key: self._prefixes.longest(key)[0]):
                 self._start(sequence)
                 admitted.append((sequence, sequence.num_cached))
-        work = self._scheduler.plan()
-        logits_BV, sampling, reports = self._forward(work)
+        if self._drafter is not None:
+            self._propose(self._drafter)
+        logits_BV, rows, reports = self._forward(self._scheduler.plan())
         for sequence, cached in admitted:  # The event loop gets nothing before the step's end.
             self._emit(sequence, Started(cached, self._clock() - sequence.started_at))
         for sequence, report in reports:
             self._emit(sequence, report)
-        if sampling:
-            if self._batch is None or self._batch[0] != sampling:
-                settings = [sequence.request.sampling for sequence in sampling]
-                seeds = [sequence.seed for sequence in sampling]
-                masked = [sequence.request.sampling_mask for sequence in sampling]
-                self._batch = (
-                    sampling,
-                    SamplingBatch(settings, seeds, self._model.device, masked),
-                )
-            sampled = self._batch[1].sample(logits_BV, [sequence.ids for sequence in sampling])
-            for sequence, mask in zip(sampling, sampled.masks, strict=False):
-                if sequence.request.sampling_mask:
-                    sequence.unsent_masks.append(mask)
-            tokens = zip(sampling, sampled.token_ids, sampled.logprobs, strict=True)
+        if rows:
             ended = [
                 (sequence, reason)
-                for sequence, token_id, logprob in tokens
-                if (reason := self._append(sequence, token_id, logprob)) is not None
+                for sequence, drawn in self._sampler.draw(rows, logits_BV)
+                if (reason := self._append(sequence, drawn)) is not None
             ]
             for sequence, reason in ended:
                 self._finish(sequence, reason)
@@ -288,9 +306,20 @@ class EngineCore:
         if cached and holder is not None:
             sequence.routed_experts += holder.routed_experts[: cached * self._model.row_bytes]
         sequence.num_cached = cached
+        if self._drafter is not None:  # Whoever has read a prefix has entered it.
+            sequence.drafting = self._drafter.begin(sequence.ids, cached)
         sequence.epoch = self._epoch
         sequence.started_at = self._clock()
         self._started += 1
+
+    def _propose(self, drafter: Drafter) -> None:
+        """Sets the draft of every running sequence, within its limits and those of a step."""
+        running = self._scheduler.running
+        room = self._scheduler.max_step_tokens // max(len(running), 1) - 1
+        for sequence in running:
+            assert sequence.drafting is not None
+            left = _left(sequence, self._model.info.context_length)
+            drafter.propose(sequence.drafting, min(room, left - 1))
 
     def _forward(
         self, work: list[ScheduledIds]
@@ -298,39 +327,43 @@ class EngineCore:
         """Runs the model.
 
         Returns:
-            Logits ``[B, vocab]``, the sequences to sample for, and what is wanted of prompts.
+            Logits ``[B, vocab]``, the sequence of each, once per token of its draft and once more,
+            and what is wanted of prompts.
         """
         ids: list[int] = []
         spans = []
-        sampling: list[Sequence] = []
+        rows: list[Sequence] = []
         wanted: list[int] = []
         scored: list[tuple[Sequence, range]] = []  # Positions of ids that rows of the step predict.
         scored_rows: list[int] = []
         for sequence, num_ids in work:
             start = sequence.num_cached
-            sequence.num_cached = start + num_ids
-            spans.append(RowSpan(start, sequence.num_cached))
+            spans.append(RowSpan(start, start + num_ids))
+            num_drafted = start + num_ids - len(sequence.ids)
+            sequence.num_cached = min(start + num_ids, len(sequence.ids))
             if positions := _scored_positions(sequence, spans[-1]):
                 scored.append((sequence, positions))
                 sequence.num_scored = positions.stop
                 scored_rows += [len(ids) + position - 1 - start for position in positions]
             ids += sequence.ids[start : sequence.num_cached]
-            if not sequence.num_uncached:
-                sampling.append(sequence)
-                wanted.append(len(ids) - 1)
+            if num_drafted >= 0:
+                del sequence.draft[num_drafted:]
+                ids += sequence.draft
+                rows += [sequence] * (1 + num_drafted)
+                wanted += range(len(ids) - 1 - num_drafted, len(ids))
         self._kv.reserve(len(spans), max(span.stop for span in spans))
         if isinstance(self._kv, KvCache):
             logits_BV = self._run(ids, work, spans, wanted + scored_rows, self._kv)
         else:
             logits_BV = self._model.forward_rows(ids, spans, wanted + scored_rows, self._kv)
-        reports = self._reports(scored, logits_BV[len(wanted) :])
+        reports = _reports(scored, logits_BV[len(wanted) :], self.weight_version)
         if routed := self._model.take_routed_experts():
             first = 0
             for sequence, num_ids in work:
                 last = first + num_ids * self._model.row_bytes
                 sequence.routed_experts += routed[first:last]
                 first = last
-        return logits_BV[: len(wanted)], sampling, reports
+        return logits_BV[: len(wanted)], rows, reports
 
     def _run(
         self,
@@ -346,51 +379,41 @@ class EngineCore:
             kv,
             spans,
             queries_per_head=self._model.queries_per_head,
-            shared=self._shared_tokens(sequences),
+            shared=_shared_tokens(sequences, self._epoch),
         )
         images = None
         if any(sequence.images for sequence in sequences):
             images = vision_inputs(sequences, spans, self._model.encode_image, self._model.device)
         return self._model.forward(ids, layout, wanted, images)
 
-    def _reports(
-        self, scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor
-    ) -> list[tuple[Sequence, PromptLogprobs]]:
-        """Returns the log-probabilities of ids of prompts, whose logits these are."""
-        found = []
-        first = 0
-        for sequence, positions in scored:
-            last = first + len(positions)
-            ids = sequence.ids[positions.start : positions.stop]
-            logprobs = logprobs_of(logits_RV[first:last], ids)
-            found.append((sequence, PromptLogprobs(logprobs, self.weight_version)))
-            first = last
-        return found
-
-    def _shared_tokens(self, sequences: list[Sequence]) -> int:
-        """Returns the number of leading ids, and so cache entries, that sequences share."""
-        if any(sequence.epoch != self._epoch for sequence in sequences):
-            return 0
-        keys = [sequence.prompt_key for sequence in sequences]
-        return common_tokens(min(keys), max(keys))
-
-    def _append(self, sequence: Sequence, token_id: int, logprob: float) -> FinishReason | None:
-        """Appends a sampled token; returns the finish reason if it is the last one."""
+    def _append(self, sequence: Sequence, drawn: list[Drawn]) -> FinishReason | None:
+        """Appends the tokens of a pass; returns the finish reason if one is the last."""
         if not sequence.num_sampled:
             sequence.prefill_s = self._clock() - sequence.started_at
             self._scheduler.prefill_done(sequence)
             if sequence.epoch == self._epoch and self._kv.shares_prefixes:
                 self._prefixes.add_live(sequence.prompt_key, sequence)
-        sequence.ids.append(token_id)
-        sequence.unsent_ids.append(token_id)
-        if sequence.request.logprobs:
-            sequence.unsent_logprobs.append(logprob)
-        if token_id in sequence.stop_ids:
-            return FinishReason.STOP
-        full = len(sequence.ids) >= self._model.info.context_length
-        if full or sequence.num_sampled >= sequence.request.sampling.max_tokens:
-            return FinishReason.LENGTH
-        return None
+        self._passes += 1
+        first = len(sequence.ids)
+        reason = None
+        for token_id, logprob, mask in drawn:
+            sequence.ids.append(token_id)
+            sequence.unsent_ids.append(token_id)
+            if sequence.request.logprobs:
+                sequence.unsent_logprobs.append(logprob)
+            if sequence.request.sampling_mask:
+                sequence.unsent_masks.append(mask)
+            if token_id in sequence.stop_ids:
+                reason = FinishReason.STOP
+            elif _left(sequence, self._model.info.context_length) <= 0:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                break
+        sequence.num_cached = len(sequence.ids) - 1
+        del sequence.routed_experts[sequence.num_cached * self._model.row_bytes :]
+        if self._drafter is not None and sequence.drafting is not None:
+            self._drafter.observe(sequence.drafting, sequence.ids[first:])
+        return reason
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.ended = True
@@ -403,7 +426,7 @@ class EngineCore:
     def _free_row(self, sequence: Sequence) -> None:
         """Frees the row; retains a copy for later prompts with the same prefix."""
         assert sequence.row is not None
-        self._batch = None
+        self._sampler.forget()
         self._prefixes.remove_live(sequence.prompt_key, sequence)
         cached = sequence.num_cached
         if cached and sequence.epoch == self._epoch and isinstance(self._kv, KvCache):
@@ -454,3 +477,33 @@ def _scored_positions(sequence: Sequence, span: RowSpan) -> range:
         return range(0)
     first = max(span.start + 1, sequence.num_scored)
     return range(first, min(span.stop + 1, len(sequence.request.prompt)))
+
+
+def _shared_tokens(sequences: list[Sequence], epoch: int) -> int:
+    """Returns the number of leading ids, and so cache entries, that sequences share."""
+    if any(sequence.epoch != epoch for sequence in sequences):
+        return 0
+    keys = [sequence.prompt_key for sequence in sequences]
+    return common_tokens(min(keys), max(keys))
+
+
+def _left(sequence: Sequence, context_length: int) -> int:
+    """Returns how many tokens a sequence may still sample."""
+    room = context_length - len(sequence.ids)
+    return min(room, sequence.request.sampling.max_tokens - sequence.num_sampled)
+
+
+def _reports(
+    scored: list[tuple[Sequence, range]], logits_RV: torch.Tensor, weight_version: int
+) -> list[tuple[Sequence, PromptLogprobs]]:
+    """Returns the log-probabilities of ids of prompts, whose logits these are."""
+    found = []
+    first = 0
+    for sequence, positions in scored:
+        last = first + len(positions)
+        logprobs = logprobs_of(
+            logits_RV[first:last], sequence.ids[positions.start : positions.stop]
+        )
+        found.append((sequence, PromptLogprobs(logprobs, weight_version)))
+        first = last
+    return found

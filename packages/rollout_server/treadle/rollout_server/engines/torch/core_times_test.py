@@ -26,6 +26,8 @@ def test_the_times_are_those_within_a_step(model_dir: ModelDir, max_tokens: int)
             CachedModel(source),
             max_num_seqs=2,
             prefix_cache_bytes=0,
+            max_draft_tokens=0,
+            batch_invariant=False,
             clock=lambda: float(next(ticks)),
         )
         events: list[EngineEvent | BaseException] = []

@@ -92,6 +92,8 @@ class TorchEngine:
         *,
         max_num_seqs: int,
         prefix_cache_bytes: int,
+        max_draft_tokens: int = 0,
+        batch_invariant: bool = False,
         num_threads: int | None = None,
     ) -> "TorchEngine":
         """Loads a model and starts the compute thread.
@@ -99,10 +101,12 @@ class TorchEngine:
         Args:
             max_num_seqs: Maximum number of sequences in one step.
             prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
+            max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
+            batch_invariant: Whether the bits of a token's results must not depend on its batch.
             num_threads: CPU threads of a step; None means torch's default.
 
         Raises:
-            ValueError: The model is not supported.
+            ValueError: The model is not supported, or cannot read drafts.
             OSError: The model files are missing.
         """
         thread = ComputeThread("torch-engine")
@@ -114,6 +118,8 @@ class TorchEngine:
                 model,
                 max_num_seqs=max_num_seqs,
                 prefix_cache_bytes=prefix_cache_bytes,
+                max_draft_tokens=max_draft_tokens,
+                batch_invariant=batch_invariant,
                 clock=time.monotonic,
             )
             await thread.run_steps(core)
@@ -282,6 +288,8 @@ async def create(config: ServerConfig) -> TorchEngine:
         source,
         max_num_seqs=model.max_num_seqs,
         prefix_cache_bytes=model.prefix_cache_bytes,
+        max_draft_tokens=model.max_draft_tokens,
+        batch_invariant=model.batch_invariant,
         num_threads=model.num_threads,
     )
 

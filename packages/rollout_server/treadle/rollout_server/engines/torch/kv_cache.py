@@ -13,11 +13,17 @@ from dataclasses import dataclass
 import torch
 
 _FIRST_ROWS, _FIRST_LENGTH = 8, 256
+LENGTH_UNIT = 16
+"""Unit of the length of the buffer, in positions: that of the vectors of a softmax."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvCacheShape:
-    """The size of one position, and the maximum size of the buffer."""
+    """The size of one position, and the maximum size of the buffer.
+
+    Attributes:
+        is_exact: Whether the bits of a token's results do not depend on what else a step computes.
+    """
 
     num_layers: int
     num_heads: int
@@ -26,6 +32,7 @@ class KvCacheShape:
     device: torch.device
     max_rows: int
     max_length: int
+    is_exact: bool = False
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,7 +66,8 @@ class KvCache:
             return
         shape = self.shape
         want_rows = _grown(has_rows, rows, _FIRST_ROWS, shape.max_rows)
-        want_length = _grown(has_length, length, _FIRST_LENGTH, shape.max_length)
+        most = shape.max_length + -shape.max_length % LENGTH_UNIT
+        want_length = _grown(has_length, length, _FIRST_LENGTH, most)
         old, self._buffer_L2RHND = self._buffer_L2RHND, self._allocate(want_rows, want_length)
         self._buffer_L2RHND[:, :, :has_rows, :, :has_length] = old
 

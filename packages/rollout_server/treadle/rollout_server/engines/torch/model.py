@@ -38,6 +38,7 @@ from treadle.rollout_server.engines.torch.attention import (
     RowSpan,
     StepLayout,
     cached_attention,
+    least_tokens,
 )
 from treadle.rollout_server.engines.torch.kv_cache import KvCache, KvCacheShape
 from treadle.rollout_server.engines.torch.row_caches import (
@@ -189,13 +190,18 @@ class CachedModel:
             for name, parameter in self._parameters.items()
         )
 
-    def new_cache(self, *, max_rows: int) -> KvCache | RowCaches:
+    @property
+    def can_be_exact(self) -> bool:
+        """Whether a cache can be exact: one of float32 on a CPU."""
+        return self._is_flat and self.dtype is torch.float32 and self.device.type == "cpu"
+
+    def new_cache(self, *, max_rows: int, is_exact: bool = False) -> KvCache | RowCaches:
         """Returns an empty cache for this model."""
         if not self._is_flat:
             return RowCaches()
-        return KvCache(self.kv_shape(max_rows=max_rows))
+        return KvCache(self.kv_shape(max_rows=max_rows, is_exact=is_exact))
 
-    def kv_shape(self, *, max_rows: int) -> KvCacheShape:
+    def kv_shape(self, *, max_rows: int, is_exact: bool = False) -> KvCacheShape:
         """Returns the shape of a KV cache for this model."""
         return KvCacheShape(
             num_layers=self.num_layers,
@@ -205,6 +211,7 @@ class CachedModel:
             device=self.device,
             max_rows=max_rows,
             max_length=self.info.context_length,
+            is_exact=is_exact,
         )
 
     def encode_image(self, placed: PlacedImage) -> torch.Tensor:
@@ -233,17 +240,22 @@ class CachedModel:
         Returns:
             Logits at the wanted indices, ``[B, vocab]``, float32.
         """
-        input_ids = torch.tensor([ids], device=self.device)
+        padded = [*ids, *[ids[-1]] * step.padding]
+        input_ids = torch.tensor([padded], device=self.device)
+        num_wanted = len(wanted)
+        if num_wanted and step.cache.shape.is_exact:
+            wanted = [*wanted, *[wanted[-1]] * (least_tokens() - num_wanted)]
         inputs = {"input_ids": input_ids, "position_ids": step.positions.unsqueeze(0)}
         if vision_inputs is not None:
-            return self._forward_with_images(input_ids, step, wanted, vision_inputs)
+            logits_BV = self._forward_with_images(input_ids, step, wanted, vision_inputs)
+            return logits_BV[:num_wanted]
         output = self._model(
             **inputs,
             use_cache=False,
             logits_to_keep=torch.tensor(wanted, dtype=torch.long, device=self.device),
             step=step,
         )
-        logits: torch.Tensor = output.logits[0]
+        logits: torch.Tensor = output.logits[0, :num_wanted]
         return logits.float()
 
     def forward_rows(
@@ -260,7 +272,9 @@ class CachedModel:
         vision_inputs: VisionInputs,
     ) -> torch.Tensor:
         embedded = self._model.get_input_embeddings()(input_ids)
-        inputs: dict[str, Any] = {"position_ids": vision_inputs.positions.unsqueeze(1)}
+        positions = vision_inputs.positions
+        positions = torch.cat((positions, positions[:, -1:].expand(-1, step.padding)), dim=1)
+        inputs: dict[str, Any] = {"position_ids": positions.unsqueeze(1)}
         is_image = torch.zeros_like(input_ids, dtype=torch.bool)
         for first, embeddings in vision_inputs.embeddings:
             embedded[0, first : first + len(embeddings)] = embeddings[:, 0]

@@ -31,7 +31,7 @@ class RowMove(NamedTuple):
 
 
 class ScheduledIds(NamedTuple):
-    """The ids of one sequence in a step: its next `num_ids` uncached ids."""
+    """The ids of one sequence in a step: its next `num_ids`, uncached ones and then its draft's."""
 
     sequence: Sequence
     num_ids: int
@@ -114,7 +114,7 @@ class Scheduler:
         for sequence in self.running:
             if not room:
                 break
-            num_ids = min(sequence.num_uncached, room)
+            num_ids = min(sequence.num_uncached + len(sequence.draft), room)
             work.append(ScheduledIds(sequence, num_ids))
             room -= num_ids
         return work

@@ -13,6 +13,7 @@ import torch
 from treadle.rollout_server.engine import EngineEvent, EngineRequest
 from treadle.rollout_server.engines.images.positions import ImagePositions
 from treadle.rollout_server.engines.images.reader import PlacedImage
+from treadle.rollout_server.engines.torch.drafter import Drafting
 from treadle.rollout_server.engines.torch.prefix_cache import FIRST_IMAGE_KEY, prefix_key
 
 Sink = Callable[[EngineEvent | BaseException], None]
@@ -40,6 +41,7 @@ class Sequence:
         routed_experts: Experts of the first `num_cached` ids, as `Tokens.routed_experts`; empty
             for a model without experts.
         num_routed_sent: Position of the first row whose experts are not yet emitted.
+        drafting: Its drafts; None if the engine drafts nothing, and before it has a row.
         num_scored: Position of the first id of the prompt whose log-probability is wanted and not
             yet reported; None if none are wanted.
     """
@@ -64,6 +66,7 @@ class Sequence:
     unsent_masks: list[bytes] = field(default_factory=list)
     routed_experts: bytearray = field(default_factory=bytearray)
     num_routed_sent: int = field(init=False)
+    drafting: Drafting | None = None
     num_scored: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +92,11 @@ class Sequence:
         self.epoch = epoch
         self.image_embeddings.clear()
         self.routed_experts.clear()
+
+    @property
+    def draft(self) -> list[int]:
+        """Ids that the next pass reads after `ids`, should it sample them."""
+        return [] if self.drafting is None else self.drafting.draft
 
     @property
     def num_uncached(self) -> int:

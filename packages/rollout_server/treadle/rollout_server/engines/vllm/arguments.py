@@ -16,6 +16,8 @@ WORKER_EXTENSION = "treadle.rollout_server.engines.vllm.worker.WorkerExtension"
 
 UNSUPPORTED = {
     "model.prefix_cache_bytes": "set model.kv_cache_bytes or model.gpu_memory_utilization",
+    "model.max_draft_tokens": "only the torch engine drafts, leave it out",
+    "model.batch_invariant": "only the torch engine has it, leave it out",
 }
 """Keys that vLLM does not support -> what to do instead."""
 

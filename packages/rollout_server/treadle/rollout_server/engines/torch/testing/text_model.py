@@ -114,7 +114,12 @@ GREEDY = Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 @contextlib.asynccontextmanager
 async def serving(
-    path: Path, *, max_num_seqs: int = 8, prefix_cache_bytes: int = 1 << 20
+    path: Path,
+    *,
+    max_num_seqs: int = 8,
+    prefix_cache_bytes: int = 1 << 20,
+    max_draft_tokens: int = 0,
+    batch_invariant: bool = False,
 ) -> AsyncIterator[TorchEngine]:
     """Yields an engine on the CPU and closes it at the end."""
     engine = await TorchEngine.load(
@@ -122,6 +127,8 @@ async def serving(
         max_num_seqs=max_num_seqs,
         num_threads=1,
         prefix_cache_bytes=prefix_cache_bytes,
+        max_draft_tokens=max_draft_tokens,
+        batch_invariant=batch_invariant,
     )
     try:
         yield engine
