@@ -1,13 +1,13 @@
-"""The time of a policy rank: each second of the process is put to one cause.
+"""The time of a policy rank by cause: each second of the process counts for exactly one.
 
-Invariant: between two reports the seconds of all causes add up to the time that passed. The time
-always counts for the innermost cause, and for `waiting` outside of commands.
+Invariant: between two reports, the seconds of all causes add up to the elapsed time. Causes nest,
+and time counts for the innermost one; outside of commands it counts for `waiting`.
 
 | cause | while the rank |
 |---|---|
-| waiting | has no command; the driver knows what for |
-| receive | reads a command, the batch with it |
-| train | runs forward and backward passes, and checks what the update left |
+| waiting | has no command from the driver |
+| receive | reads a command and its batch |
+| train | runs forward and backward passes, and checks that the result is finite |
 | optimizer | runs optimizer steps |
 | logprobs | computes log-probabilities and values before an update |
 | weights | exports and sends weights |
@@ -15,12 +15,12 @@ always counts for the innermost cause, and for `waiting` outside of commands.
 | memory | moves memory off the device and back (`policy.offload`) |
 | start | loads the model, or a checkpoint |
 
-Waits for other ranks are in what the rank waits within: an all-reduce of gradients is `train`.
-Kernels run behind the host, so on a GPU a cause ends where the host next waits for the device:
-`optimizer` does, for the norm of the gradient.
+Waiting for other ranks counts for the cause within which the rank waits: an all-reduce of gradients
+is `train`. GPU kernels run asynchronously, so their time counts for the cause in which the host
+next waits for the device: `optimizer` waits for the norm of the gradient.
 
-One thread, that of the commands, changes the cause. A process is one rank, so its time is kept
-here, and all code that works for a rank names its cause with `spent_on`.
+Only the thread that runs the commands changes the cause. A process is one rank, so this module
+holds its time, and code that works for a rank names its cause with `spent_on`.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ __all__ = ["RANK_TIME", "RankTime", "spent_on"]
 
 
 class RankTime:
-    """See the module docstring.
+    """The seconds of a process by cause; see the module docstring.
 
     Args:
         now: Returns the time in seconds.
@@ -48,7 +48,7 @@ class RankTime:
 
     @contextlib.contextmanager
     def spent_on(self, cause: RankCause) -> Iterator[None]:
-        """Puts the time inside to `cause`, except for what a cause within it takes."""
+        """Counts the time inside for `cause`, except for the time of causes nested in it."""
         outer = self._cause
         self._change(cause)
         try:
@@ -72,4 +72,4 @@ RANK_TIME: Final = RankTime()
 """The time of this process."""
 
 spent_on = RANK_TIME.spent_on
-"""Puts the time inside to a cause, of the rank that this process is."""
+"""Counts the time inside for a cause of this process's rank; see `RankTime.spent_on`."""

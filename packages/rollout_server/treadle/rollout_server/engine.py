@@ -1,8 +1,8 @@
 """The engine: turns token prompts into sampled tokens, and holds the weights.
 
-Invariant: an engine knows nothing of gRPC, queues, leases or versions to come. It samples
-what it is given, ends every sequence exactly once, and changes weights only between
-`pause` and `resume`: all of them or none, unless it is told to load in place.
+Invariant: an engine does not handle gRPC, queues, leases or future versions. It samples the
+requests it receives, ends every sequence exactly once, and changes weights only between
+`pause` and `resume`: all of them or none, unless they are loaded in place.
 
 Lifecycle: a factory from `registry.py` builds it, `generate` runs many sequences at once,
 `aclose` ends those that still run. Each call happens on the server's event loop and must
@@ -12,7 +12,7 @@ Who waits: the consumer of `generate` waits for events and nothing waits for the
 so an engine may run ahead of a slow reader by at most one completion. `pause` waits for
 the sequences that its policy names, whose consumers must continue to read. Closing the
 generator (or cancelling the task that reads it) wakes the engine, which frees the
-sequence's slot and cache. `wait_failed` tells of an engine that breaks between two calls.
+sequence's slot and cache. `wait_failed` reports an engine that breaks between two calls.
 
 In order: the protocol, then the values that pass through it: what an engine is, what it
 samples, how it pauses, and how its weights arrive.
@@ -53,7 +53,7 @@ class Engine(Protocol):
 
         Raises:
             ImageUnreadable: An image cannot be decoded; raised before `Started`.
-            InvalidField: The engine does not know the constraint; raised before `Started`.
+            InvalidField: The engine does not support the constraint; raised before `Started`.
             PlaceholderMismatch: The prompt has another number of placeholder ids than the model
                 makes of the image; raised before `Started`.
             Exception: Any other means that the engine is broken; the server stops serving.
@@ -304,8 +304,8 @@ class PromptImage:
         data: The bytes of its file.
         media_type: image/png, image/jpeg or image/webp; `data` begins like one.
         start: Index of its first placeholder id in the prompt.
-        num_tokens: Number of consecutive placeholder ids there, at least one. Only the
-            engine knows whether that number fits the image.
+        num_tokens: Number of consecutive placeholder ids there, at least one. The engine
+            checks that it fits the image.
     """
 
     data: bytes
@@ -354,7 +354,7 @@ class Started:
 
     Attributes:
         cached_prompt_tokens: Number of tokens of the prompt that need not be computed.
-        since_s: Seconds since the engine took the sequence, if it tells so later.
+        since_s: Seconds from the sequence's start to this event; 0 if it comes at once.
     """
 
     cached_prompt_tokens: int
@@ -379,9 +379,9 @@ class PromptLogprobs:
 class Tokens:
     """At least one sampled token, all from one weight version.
 
-    `logprobs` are nats under the distribution drawn from, after penalty, temperature and
-    truncation, as long as `token_ids`; empty unless asked for. At temperature 0 that
-    distribution is one point and they are 0.0.
+    `logprobs` has one value per id, in nats under the distribution drawn from, after penalty,
+    temperature and truncation; empty unless requested. At temperature 0 that distribution is one
+    point and they are 0.0.
 
     `routed_experts` are expert ids, ``[rows, num_moe_layers, experts_per_token]``, little-endian,
     of the rows that follow those of earlier events, the first one being
@@ -389,7 +389,7 @@ class Tokens:
     far, and before `Finished` that one has come.
 
     `sampling_masks` are the ids that could have been drawn in the place of each token, as
-    `sampling_mask.py` encodes them; empty unless asked for.
+    `sampling_mask.py` encodes them; empty unless requested.
     """
 
     token_ids: tuple[int, ...]
@@ -412,7 +412,7 @@ class Finished:
     """Last event.
 
     Attributes:
-        prefill_s: Seconds from the start to the first token. None: that came when it was sampled.
+        prefill_s: Seconds from the start to the first token; None: its event came at once.
     """
 
     reason: FinishReason
@@ -497,7 +497,7 @@ class TensorSpec:
 
     @property
     def label(self) -> str:
-        """For messages, as ``bfloat16[4, 8]``."""
+        """Type and shape for messages, such as ``bfloat16[4, 8]``."""
         return f"{self.element_type.value}{list(self.shape)}"
 
 
@@ -522,8 +522,8 @@ class NamedTensor:
     Attributes:
         spec: Name, type and shape of the whole tensor.
         data: All of the tensor, or whole elements of it from byte `offset` on; writable,
-            one-dimensional, of format "B". It belongs to the sender, which wants it back
-            unchanged, and is valid until the next tensor is asked for in place, else until
+            one-dimensional, of format "B". The sender owns it and needs it back unchanged. It is
+            valid until the next tensor is requested when loading in place, else until
             `Engine.load_weights` returns.
         place: The same bytes, for workers that are other processes; None: no file has them.
         offset: Offset of `data` in the tensor, in bytes.

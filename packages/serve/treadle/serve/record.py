@@ -40,7 +40,7 @@ _MAX_BYTES: Final = 256 << 20
 
 
 class Totals:
-    """What Prometheus is told of the service, by `GET /metrics`."""
+    """The service's Prometheus metrics, served at `GET /metrics`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 _MAX_WAITING: Final = 8192
 _MAX_ANSWERS: Final = 16384
-"""Answers that are kept for clients that have not asked for them, or ask again."""
+"""Maximum number of answers kept for clients that fetch them late or again."""
 _ATTEMPTS: Final = 3
 
 
@@ -53,8 +53,8 @@ class SampleRequest:
 
     Attributes:
         content: State whose weights sample; None: the base model's.
-        scored: Whether log-probabilities of the prompt are answered.
-        prompt_logprobs_from: The first id that has one; None: none has.
+        scored: Whether the answer includes log-probabilities of the prompt.
+        prompt_logprobs_from: First id of the prompt with a log-probability; None: no id has one.
         stops: Texts that end a completion.
         model: The model whose weights these are or were; None: the base model.
     """

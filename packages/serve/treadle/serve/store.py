@@ -1,8 +1,8 @@
-"""What the service must not forget: a database, and the states of the policy in directories.
+"""The durable state of the service: a database, and directories with states of the policy.
 
-Invariant: a state is written whole before a row names it, and removed when none does. What a client
-was told is in the database first: its requests to train, in their order, until their effect is in a
-state, and their answers.
+Invariant: a state is written whole before a row names it, and removed when no row does. Training
+requests are stored before a client receives their acceptance, in order, and kept until a state
+includes their effect; their answers are stored before the client receives them.
 
 The database is SQLite's; each method is one transaction.
 """
@@ -201,10 +201,10 @@ class Store:
     def accept(
         self, request: str, model: str, seq: int, kind: str, body: bytes, *before: Change
     ) -> None:
-        """Writes down a request before its client is told that it is accepted.
+        """Stores a request, before the client receives its acceptance.
 
         Args:
-            before: Statements that come before it.
+            before: Statements that run earlier in the same transaction.
         """
         self.write(
             *before,
@@ -223,7 +223,7 @@ class Store:
         return StoredAnswer(body=row["answer"], type=row["type"])
 
     def answered(self, request: str, answer: StoredAnswer, *more: Change) -> None:
-        """Writes down an answer, and with it what else the request has changed."""
+        """Stores an answer and the request's other changes in one transaction."""
         self.write(
             (
                 "UPDATE requests SET answer = ?, type = ? WHERE id = ?",
@@ -233,7 +233,7 @@ class Store:
         )
 
     def moved(self, model: str, seq: int, content: str) -> Sequence[Change]:
-        """Returns the statements by which a model has a new state, that of its request `seq`."""
+        """Returns the statements that record a model's new state after its request `seq`."""
         return (
             (
                 "INSERT INTO contents (id, shape) SELECT ?, shape FROM models WHERE id = ? ON "

@@ -220,7 +220,7 @@ class Models:
 
 
 class _Model:
-    """One model: what it has been asked, and the task that does it."""
+    """One model: its queue of requests, and the task that executes them in order."""
 
     def __init__(self, name: str, models: Models) -> None:
         self._name = name
@@ -260,7 +260,7 @@ class _Model:
         self._news.set()
 
     def has(self, seq: int) -> bool:
-        """Returns whether a request came before."""
+        """Returns whether a request was accepted before."""
         return seq < self._next or seq in self.waiting
 
     @property

@@ -162,7 +162,7 @@ def encode_sample(
     """Returns a `SampleResponse`.
 
     Args:
-        prompt_logprobs: [P], NaN where there is none; None: they were not asked for.
+        prompt_logprobs: [P], NaN where there is none; None if the request did not want them.
     """
     message: Any = MESSAGES["SampleResponse"]()
     for each in sequences:

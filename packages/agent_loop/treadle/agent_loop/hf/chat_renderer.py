@@ -66,13 +66,12 @@ class HfRenderer:
         template_kwargs: Passed to the template, for example `enable_thinking`.
         unclosed: The meaning of a call behind reasoning that was never closed; a parser object has
             its own.
-        placeholders: Expands the placeholders of images; or a string that says why messages
-            cannot have images.
+        placeholders: Expander of image placeholders, or the error text for messages with images.
 
     Attributes:
         tokenizer_sha256: 32 bytes, or None if the tokenizer has no file.
-        vocab_size: Number of ids that the tokenizer knows, including added tokens. A model's
-            embedding may be larger.
+        vocab_size: Number of ids in the tokenizer, including added tokens. A model's embedding
+            may be larger.
         eos_token_id: The tokenizer's end-of-sequence id, None if it has none.
         stop_token_ids: Ids that end a turn: the template's, then the end-of-sequence id, then
             those of the parser's format.
@@ -296,22 +295,22 @@ class HfRenderer:
         )
 
     def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
-        """As in `StreamingRenderer`; nothing before the end if the parser cannot tell."""
+        """See `StreamingRenderer`; returns empty texts if the parser is no `StreamingParser`."""
         if not isinstance(self.parser, StreamingParser):
             return "", ""
         so_far = self.parser.settled(text, prompt_end=self.decode(prompt[-_PROMPT_END:]))
         return so_far.reasoning, so_far.content
 
     def call_frame(self, name: str) -> CallFrame | None:
-        """As in `FramingRenderer`."""
+        """See `FramingRenderer`; returns None if the parser is no `FramingParser`."""
         return self.parser.call_frame(name) if isinstance(self.parser, FramingParser) else None
 
     def bounded(self, max_tokens: int) -> "HfRenderer":
         """Returns this renderer with a bound on the ids of one text.
 
-        A text whose pieces have more than twice `max_tokens` ids is refused by `render`, `extend`
-        and `encode` with `PromptTooLongError`. At a cut, pieces have some ids that the whole text
-        has not; they are far fewer than the pieces' own, so no text that fits is refused.
+        `render`, `extend` and `encode` raise `PromptTooLongError` for a text whose pieces have more
+        than twice `max_tokens` ids. Cutting a text adds a few ids at each cut, far fewer than a
+        piece has, so no text that fits is refused.
         """
         renderer = copy.copy(self)
         renderer._max_tokens = max_tokens
@@ -330,7 +329,7 @@ class HfRenderer:
     def _encode_chat(
         self, text: str, *, known: Mapping[str, Sequence[int]] | None = None, keep: bool = False
     ) -> tuple[int, ...]:
-        """As `encode`, for a text of the template, of which `PieceEncoder` may know pieces."""
+        """Encodes a text of the template; reuses ids of its pieces if the tokenizer allows it."""
         if self._pieces is None or not self._backend_is_free():
             return self.encode(text)
         self._check_length(text)
@@ -338,7 +337,7 @@ class HfRenderer:
             return self._pieces.encode(text, known=known or {}, keep=keep)
 
     def _check_length(self, text: str) -> None:
-        """Counts the ids of a text piece by piece, up to where it is too long for the bound."""
+        """Counts the ids of a text piece by piece, and stops where it exceeds the bound."""
         max_tokens, counted = self._max_tokens, 0
         if max_tokens is None or len(text) <= max_tokens * _USUAL_CHARACTERS:
             return

@@ -205,7 +205,7 @@ class ChatRenderer(Protocol):
         Args:
             token_ids: The sampled ids, including the id that ended the turn.
             tools: The tools of the conversation. Some formats write all arguments as plain text;
-                only the tool's schema tells which are numbers.
+                only the tool's schema distinguishes numbers from strings.
             prompt: The ids that the completion continues. Their end shows whether the template
                 has opened the model's reasoning.
         """
@@ -277,13 +277,13 @@ class FinishingRenderer(ChatRenderer, Protocol):
 
 @runtime_checkable
 class StreamingRenderer(ChatRenderer, Protocol):
-    """A renderer that says what is certain of a completion that is still being sampled."""
+    """A renderer that can return the settled part of a completion while it is being sampled."""
 
     def settled(self, text: str, *, prompt: Sequence[int]) -> tuple[str, str]:
-        """Returns the beginnings of the reasoning and of the content that can be told already.
+        """Returns the beginnings of the reasoning and the content that no continuation can change.
 
-        Whatever follows, `parse` of the whole completion has them, except that the white space
-        before the content is dropped if calls follow. Never raises.
+        `parse` of the whole completion returns texts that begin with them, except that it drops
+        white space before the content if calls follow. Never raises.
 
         Args:
             text: The beginning of the decoded completion.
@@ -293,7 +293,7 @@ class StreamingRenderer(ChatRenderer, Protocol):
 
 @runtime_checkable
 class FramingRenderer(ChatRenderer, Protocol):
-    """A renderer that may know the frame of a call, so that servers can enforce its arguments."""
+    """A renderer that can return the frame of a call, so servers can enforce its arguments."""
 
     def call_frame(self, name: str) -> CallFrame | None:
         """Returns how a call of a tool is written; None if its arguments are not one JSON text."""

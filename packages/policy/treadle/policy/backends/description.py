@@ -1,7 +1,7 @@
-"""What a backend says about itself and about a model before any rank starts. Needs no torch.
+"""Descriptions of backends and of their models, for use before any rank starts. Needs no torch.
 
-`registry.describe` returns the description of a backend by name. Preflight asks it, and the policy
-contract suite leaves out what a backend cannot do.
+`registry.describe` returns the description of a backend by name. Preflight reads it, and the policy
+contract suite skips the features that a backend does not support.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 NUMBERS_AT_ONCE: Final = 1 << 20
-"""Least number of logits that a CPU computes at a time."""
+"""Minimum number of logits that a CPU processes at a time."""
 
 
 class UnsupportedModelError(ValueError):
@@ -33,13 +33,13 @@ class UnsupportedModelError(ValueError):
 
 
 def refuse_quantised(folder: Path, *, but: Collection[str] = ()) -> None:
-    """Raises unless the weights of a model folder are numbers as they are.
+    """Rejects a model folder with quantised weights.
 
     Args:
-        but: Each `quant_method` that is read all the same.
+        but: Values of `quant_method` that are accepted.
 
     Raises:
-        UnsupportedModelError: They are quantised.
+        UnsupportedModelError: The weights are quantised by another method.
     """
     if (found := quantisation(folder)) is not None and quantisation_method(folder) not in but:
         by = "" if but else f" (policy.backend=fsdp reads {' and '.join(DEQUANTISED)})"
@@ -60,13 +60,13 @@ def raised(check: Callable[[], object]) -> Iterator[str]:
 def adapted_names(
     targets: Sequence[str], fused: Mapping[str, Sequence[str]], model_type: str
 ) -> tuple[str, ...]:
-    """Returns which matrices of a layer have an adapter, under the names of the files.
+    """Returns the names of a layer's matrices that have an adapter, as in the model's files.
 
     Args:
-        fused: Names that the files have in one matrix, which then has one adapter, as in PEFT.
+        fused: Matrix of the files -> the targets that it combines; it has one adapter, as in PEFT.
 
     Raises:
-        UnsupportedModelError: Only some of what is one matrix is to have an adapter.
+        UnsupportedModelError: `targets` has some parts of a combined matrix and lacks others.
     """
     names = list(targets)
     for name, parts in fused.items():
@@ -84,10 +84,11 @@ def adapted_names(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendLibrary:
-    """The package that a backend is built on, where it uses what is no stable API.
+    """The package that a backend is built on, if it uses unstable parts of that package.
 
     Attributes:
-        wanted: The one of them to install with this Python.
+        versions: Versions of the package that the backend supports.
+        wanted: Version among them to install for the running Python.
     """
 
     name: str
@@ -97,11 +98,11 @@ class BackendLibrary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What a backend can do beyond a policy of one process that trains all weights.
+    """The features of a backend beyond training all weights in one process.
 
     Attributes:
         parallel: The sizes of `policy.parallel` that may be above 1.
-        shared_prefixes: Whether it can compute what sequences have in common once.
+        shared_prefixes: Whether it can compute the common prefix of sequences only once.
     """
 
     parallel: frozenset[str] = frozenset()
@@ -121,7 +122,7 @@ class ModelShape:
     """The sizes of a model that a run's plan needs, read from its folder.
 
     Attributes:
-        tied: Whether the output layer is the embedding.
+        tied: Whether the output layer shares the embedding's weights.
     """
 
     model_type: str
@@ -143,12 +144,12 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of the rank that needs most.
+    """Device memory of the rank that needs most, in bytes.
 
     Attributes:
-        reference: The copy of the starting weights, or another model; 0 without one.
-        activations: Activations of the micro-batches under way, logits included.
-        exchanged: The present weights' copy while the starting weights are in their place.
+        reference: Copy of the starting weights, or another model; 0 without a reference.
+        activations: Activations of the micro-batches in flight, including logits.
+        exchanged: Copy of the current weights while the starting weights replace them.
     """
 
     weights: int
@@ -160,19 +161,19 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """Bytes at the moment that needs most."""
+        """Peak over all moments of a step, in bytes."""
         kept = self.weights + self.gradients + self.optimizer + self.reference
         return kept + max(self.activations, self.exchanged)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes of a rank, of policy and critic together.
+    """Memory of a rank for policy and critic together, in bytes.
 
     Attributes:
         peak: Device memory at the moment that needs most.
         between: Device memory between the phases of the policy.
-        host: Host memory between the phases, for what `policy.offload` took off the device.
+        host: Host memory between the phases, for what `policy.offload` moved off the device.
     """
 
     peak: int
@@ -183,7 +184,7 @@ class RankMemory:
 def rank_memory(
     offload: OffloadConfig, policy: MemoryEstimate, critic: MemoryEstimate | None = None
 ) -> RankMemory:
-    """Returns what a rank needs where, as `policy.offload` moves it."""
+    """Returns the device and host memory of a rank under the settings of `policy.offload`."""
 
     def resting(model: MemoryEstimate) -> int:
         """Returns the bytes that a model keeps on the device while it computes nothing."""
@@ -191,7 +192,7 @@ def rank_memory(
         return parameters + (0 if offload.optimizer else model.optimizer)
 
     def working(model: MemoryEstimate) -> int:
-        """Returns the bytes of a model in its forward and backward pass, and in its step."""
+        """Returns the bytes of a model in its passes or its optimizer step, the larger of both."""
         state = 0 if offload.optimizer else model.optimizer
         exchanged = 0 if offload.reference else model.exchanged
         moments = (state + max(model.activations, exchanged), model.optimizer)
@@ -211,21 +212,21 @@ def rank_memory(
 
 
 class BackendDescription(Protocol):
-    """One backend. A model is one that its own `read_model` has returned."""
+    """The description of one backend; each `model` argument is a result of its `read_model`."""
 
     name: ClassVar[BackendName]
     capabilities: ClassVar[Capabilities]
     library: ClassVar[BackendLibrary | None] = None
-    """None: its version is that of treadle-policy."""
+    """None if the backend's version is that of treadle-policy."""
 
     @property
     def model_types(self) -> Collection[str]:
-        """The `model_type` of each config.json that it can train, of some settings at least."""
+        """Each `model_type` of a config.json that it can train, at least with some settings."""
         ...
 
     @property
     def vision_types(self) -> Collection[str]:
-        """Those of them that see images."""
+        """The `model_types` whose models read images."""
         ...
 
     def read_model(self, folder: Path) -> ModelShape:
@@ -238,19 +239,19 @@ class BackendDescription(Protocol):
         ...
 
     def split_problems(self, model: Any, parallel: ParallelConfig) -> Iterator[str]:
-        """Yields each parallel size into which a model cannot be split, and the fix."""
+        """Yields each parallel size into which the model cannot be split, and the fix."""
         ...
 
     def training_problems(self, model: Any, policy: PolicyConfig) -> Iterator[str]:
-        """Yields each other setting of the policy that does not go with the model, and the fix."""
+        """Yields each other setting of the policy that the model does not support, and the fix."""
         ...
 
     def reference_problems(self, model: Any, reference: Any) -> Iterator[str]:
-        """Yields why a reference cannot score what the policy has seen."""
+        """Yields why a reference model cannot score the policy's sequences."""
         ...
 
     def adapters(self, model: Any, lora: LoraConfig) -> tuple[Sequence[str], int]:
-        """Returns the matrices of a layer that have an adapter, and the adapters' parameters.
+        """Returns a layer's matrices that have an adapter, and the number of adapter parameters.
 
         Raises:
             UnsupportedModelError: These matrices cannot have adapters.
@@ -266,17 +267,17 @@ class BackendDescription(Protocol):
         reference: bool = False,
         other_reference: Any = None,
     ) -> MemoryEstimate:
-        """Returns what a rank needs, that with most.
+        """Estimates the memory of the rank that needs most.
 
         Args:
-            model: The parallel sizes divide it.
-            rows: Tokens of a micro-batch, over all context ranks.
-            other_reference: The model that is the reference; None: the starting weights are.
+            model: A model that the parallel sizes divide.
+            rows: Number of tokens of a micro-batch, over all context ranks.
+            other_reference: The reference model; None: the reference is the starting weights.
         """
         ...
 
     def critic_memory(self, model: Any, policy: PolicyConfig, *, rows: int) -> MemoryEstimate:
-        """Returns what the critic needs beside that."""
+        """Estimates the memory that the critic needs in addition to `memory`."""
         ...
 
 
@@ -287,7 +288,7 @@ def refusals(
     critic: CriticConfig | None = None,
     other_reference: bool = False,
 ) -> Iterator[str]:
-    """Yields each setting that a backend cannot carry out for any model, and the fix."""
+    """Yields each setting that a backend does not support for any model, and the fix."""
     can, offloaded = backend.capabilities, policy.offload.names
     settings = [
         (f"policy.parallel.{name}", size, name not in can.parallel and size > 1, "1")

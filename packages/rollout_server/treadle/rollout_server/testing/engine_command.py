@@ -1,7 +1,7 @@
 """The command that starts a server in the environment of its engine.
 
 Invariant: a test of a real engine talks to a process and never imports the engine. Without the
-environment the test is skipped, with a message that says how to provide it.
+environment the test is skipped, and the message explains how to provide it.
 
 This module needs pytest, so `testing` does not import it.
 """

@@ -106,7 +106,7 @@ class Room:
         """Opens the room with the first bubblewrap that works.
 
         Raises:
-            SetupError: None works here; with what each said and what helps.
+            SetupError: No bubblewrap works here; the message has the error and fix of each.
         """
         reasons = []
         for bubblewrap in find_bubblewraps():

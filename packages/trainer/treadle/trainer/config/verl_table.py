@@ -1,4 +1,4 @@
-"""The part of the table of verl's keys that needs no code; `verl_keys` says what the kinds mean."""
+"""The part of the table of verl's keys that needs no code; `verl_keys` explains the kinds."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -62,7 +62,7 @@ def check_gpus(config: AnyConfig, *, needed: bool) -> tuple[Gpu, ...]:
 
 
 def ask_cluster(config: AnyConfig) -> str | None:
-    """Returns what a running Ray cluster has for the run; None: the run asks for none of it.
+    """Returns which GPUs a running Ray cluster has for the run; None if the run uses none of them.
 
     A cluster that lacks something is no error: nodes may join until the run starts, and after.
     """
@@ -283,7 +283,7 @@ def _need(
 
 
 def found_gpus(config: AnyConfig, found: Sequence[Gpu]) -> str:
-    """Returns what the plan says of the GPUs of this machine."""
+    """Returns the plan's line about the GPUs of this machine."""
     if _on_cluster(config):
         return (
             "not looked for: Ray places the processes when the run starts; `treadle doctor` with "

@@ -109,10 +109,10 @@ def _raise_all(found: Iterable[str]) -> None:
 
 
 def check_config_file(folder: Path, model_types: Collection[str]) -> None:
-    """Rejects a config.json that cannot be read; nothing else of the model can be used then.
+    """Rejects a config.json that transformers cannot load.
 
     Args:
-        model_types: Types that `BackendDescription` lists; transformers may know less about others.
+        model_types: Types that `BackendDescription` lists; models of other types are not checked.
 
     Raises:
         SetupError: It is no JSON object, or has a value of the wrong type.

@@ -2,7 +2,7 @@
 
 Invariant: a setting that the configuration leaves at its default is not on the command line, so
 that the server's default holds and any server of the contract can be started. The engine's
-environment is checked before anything is started: a separate command is asked whether it knows
+environment is checked before anything is started: the help text of a separate command must list
 every setting.
 """
 
@@ -162,12 +162,12 @@ def check_server_command(config: Config) -> None:
 
 
 def check_engine_settings(rollout: RolloutConfig) -> None:
-    """Checks that the torch engine has what the run gives it, which its server would refuse later.
+    """Checks that the torch engine supports the run's settings, before its server refuses them.
 
-    The other engines say themselves what they lack: it depends on their release and their build.
+    Other engines check their own settings, because support depends on their release and build.
 
     Raises:
-        ConfigError: It lacks a setting.
+        ConfigError: The torch engine does not have a setting.
     """
     if rollout.name != "torch" or not rollout.num_replicas:
         return
@@ -182,10 +182,10 @@ def check_engine_settings(rollout: RolloutConfig) -> None:
 
 
 def ask_server_command(config: Config) -> str:
-    """Runs the server's command with `--help`; returns one line about its answer.
+    """Runs the server's command with `--help`; returns one line about the result.
 
     Raises:
-        ConfigError: It does not run, or does not know a setting of this run.
+        ConfigError: The command does not run, or its help lacks a setting of this run.
     """
     command = config.rollout.server_command
     wanted = [key for key, _ in _arguments(config, Path("weights"))]

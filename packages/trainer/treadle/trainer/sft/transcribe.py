@@ -2,8 +2,8 @@
 
 Invariant: an assistant's turn is sampled (loss mask True, including its end-of-turn token),
 everything else, turns with the weight 0 included, is prompt or observed (loss mask False), and
-the ids are those that an agent loop writes: the first prompt is rendered, what a turn says is what
-the template writes behind the opened turn, and what follows it is the renderer's extension.
+the ids are those that an agent loop writes: the first prompt is rendered, the ids of a turn are
+what the template writes behind the opened turn, and the renderer's extension follows them.
 Imitation and reinforcement thus share one definition of what the model said, and a model fine-tuned
 here sees the same tokens in its first rollout.
 

@@ -1,4 +1,4 @@
-"""What the FSDP backend says before a rank starts; see `backends.description`."""
+"""The description of the FSDP backend; see `backends.description`."""
 
 from __future__ import annotations
 

@@ -191,9 +191,9 @@ class Net(nn.Module):
         return hidden_BPH.flatten(0, 1)
 
     def _seeing(self, micro: MicroBatch, images: ImageRows) -> Tensor:
-        """Returns the [1, R, H] hidden states of rows that are images where `images` says so.
+        """Returns the [1, R, H] hidden states, with image features in the rows of `images`.
 
-        The model's own forward pass takes each placeholder for an image, sampled ones too.
+        The model's own forward pass would treat every placeholder as an image, even sampled ones.
         """
         base = self.model.base_model
         ids_1R, extra = micro.ids_BP, dict[str, Any]()
@@ -358,7 +358,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """The output of any decoder, without what is not asked for in training."""
+    """A decoder's output with the hidden states only; every other attribute is None."""
 
     def __init__(self, hidden_1TH: Tensor) -> None:
         self.last_hidden_state = hidden_1TH

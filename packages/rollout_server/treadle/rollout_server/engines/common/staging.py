@@ -32,7 +32,7 @@ class Staging:
         self._end = 0
 
     def entry(self, tensor: NamedTensor, *, reuse: bool = False) -> Entry:
-        """Returns the entry of a tensor, which tells a worker where its bytes are.
+        """Returns the entry of a tensor, with the file and offset from which a worker maps it.
 
         Args:
             tensor: The tensor; copied if it is not in a file.
@@ -76,7 +76,7 @@ async def checked_entries(
 
     Args:
         parameters: The tensors that the engine must be given.
-        reuse: Whether an entry is read before the next one is asked for.
+        reuse: Whether the workers read each tensor before the next one is requested.
 
     Raises:
         TensorMismatch: A tensor is missing, unknown, duplicated, or has the wrong shape.

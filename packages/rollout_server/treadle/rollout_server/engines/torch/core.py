@@ -14,8 +14,8 @@ predict, and no cached prefix covers such a row.
 
 When weights change under a running sequence (`InFlightPolicy.CONTINUE`), it keeps the keys and
 values that the old weights computed, and its next tokens carry the new version. Such a row is
-never shared with another sequence. A sequence without a token yet reads its prompt again: no token
-would tell that a part of it was read by the old weights.
+never shared with another sequence. A sequence without a token yet reads its prompt again, because
+no token's version would show that the old weights read a part of it.
 
 A model with experts reports those that it chose for each row. They are kept with the keys and
 values, so that a row that is copied from the prefix cache has the experts that made it.

@@ -81,8 +81,8 @@ class Scheduler:
     def admit(self, cached_tokens: Callable[[bytes], int]) -> Iterator[Sequence]:
         """Assigns rows to waiting sequences and yields each of them.
 
-        The caller fills the row from the prefix cache and sets `num_cached` before it asks for
-        the next one. Stops when all rows are taken or the admitted prompts fill a step.
+        The caller fills the row from the prefix cache and sets `num_cached` before it requests
+        the next sequence. Stops when all rows are taken or the admitted prompts fill a step.
 
         Args:
             cached_tokens: Returns the number of ids of a prompt key that the prefix cache

@@ -301,7 +301,7 @@ class VllmEngine:
         Raises:
             EngineFailed: vLLM's processes have ended.
             ShuttingDown: This engine is closed.
-            InvalidField: vLLM does not know the constraint.
+            InvalidField: vLLM rejects the constraint.
         """
         while not self._open.is_set():  # Another pause may have started meanwhile.
             await self._call(self._open.wait())

@@ -97,10 +97,10 @@ def load_library(
 
 
 def load_cpu_kernels(platform: Any) -> None:
-    """Loads vLLM's kernels for this processor; to load a second build would abort.
+    """Loads vLLM's kernels for this processor; loading a second build would abort the process.
 
     Args:
-        platform: ``vllm.platforms.current_platform``, which knows the builds.
+        platform: ``vllm.platforms.current_platform``, which selects the build.
 
     Raises:
         ValueError: The kernels cannot be loaded, which vLLM only logs.

@@ -4,7 +4,7 @@
       import_path: treadle.tools.environments.harbor.environment:SandboxEnvironment
 
 Invariant: every file that passes between host and room goes through a process in the room. Commands
-are user 0; a task that asks for another user is refused.
+run as user 0; a task that needs another user is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ROOT = (None, "root", "0", 0)
 
 
 class SandboxEnvironment(BaseEnvironment):
-    """A room of this machine's system, prepared as the task's Dockerfile says.
+    """A room with this machine's system, prepared by the steps of the task's Dockerfile.
 
     Args:
         network: "host": commands have the host's network, unless the task forbids one.
@@ -57,12 +57,12 @@ class SandboxEnvironment(BaseEnvironment):
 
     @staticmethod
     def type() -> str:
-        """Returns the name that Harbor's results have for it."""
+        """Returns the environment's name in Harbor's results."""
         return "treadle-sandbox"
 
     @property
     def capabilities(self) -> EnvironmentCapabilities:
-        """It can be without a network, and nothing else of what Harbor lists."""
+        """The environment can disable the network; it has none of Harbor's other capabilities."""
         return EnvironmentCapabilities(disable_internet=True)
 
     def _validate_definition(self) -> None:
@@ -74,7 +74,7 @@ class SandboxEnvironment(BaseEnvironment):
         )
 
     async def start(self, force_build: bool) -> None:
-        """Opens the room and does what the Dockerfile says."""
+        """Opens the room and runs the build steps of the Dockerfile."""
         if self._host_mounts:
             raise ValueError("mounts are not supported: files are copied in and out of the sandbox")
         public = self.network_policy.network_mode == NetworkMode.PUBLIC
@@ -87,7 +87,7 @@ class SandboxEnvironment(BaseEnvironment):
         await self._upload_environment_dir_after_start()
 
     async def stop(self, delete: bool) -> None:
-        """Ends every process of the room; its files are gone, whatever `delete` says."""
+        """Ends every process of the room and deletes its files, with or without `delete`."""
         room, self._room = self._room, None
         if room is not None:
             await room.__aexit__()

@@ -68,16 +68,16 @@ class TaskImage:
 def read_image(
     folder: Path, docker_image: str | None, *, images: Sequence[str], network: bool
 ) -> TaskImage:
-    """Reads what a task says of its image.
+    """Returns how to prepare a room for a task, from its Dockerfile or the image that it names.
 
     Args:
-        folder: Holds the Dockerfile and what it copies.
-        docker_image: The image that is named in place of a Dockerfile.
+        folder: Folder with the Dockerfile and the files that it copies.
+        docker_image: Image that the task names; used only without a Dockerfile.
         images: Other images that this machine's system stands for.
         network: Whether the room has a network.
 
     Raises:
-        UnsupportedTaskError: It needs what the sandbox has not.
+        UnsupportedTaskError: The task needs something that the sandbox lacks.
     """
     if list(folder.glob("*compose*.y*ml")):
         raise UnsupportedTaskError("it has a compose file, and the sandbox runs one container")

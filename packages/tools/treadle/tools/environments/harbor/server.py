@@ -1,10 +1,10 @@
-"""`python -m treadle.tools.environments.harbor.server`: forks for each trial that it is asked for.
+"""`python -m treadle.tools.environments.harbor.server`: forks a process for each trial.
 
-A line of standard input is a trial (`id`, `path`, `settings`, `environment`, `folder`) or an `end`
-of one; a line of standard output says that one has ended. A trial writes its output, and at its end
-its reward, to files of its folder.
+A line of standard input starts a trial (`id`, `path`, `settings`, `environment`, `folder`) or ends
+one (`end`); a line of standard output reports that a trial has ended. A trial writes its output,
+and at its end its reward, to files of its folder.
 
-Invariant: a trial is said to have ended when everything that it started has, its room included.
+Invariant: a trial is reported only after every process that it started has ended, its room's too.
 
 Who waits: the server, for input and for the end of its forks; a fork, for its trial and then for
 all that the trial started.

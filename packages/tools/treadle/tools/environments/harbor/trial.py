@@ -38,12 +38,12 @@ _ADDRESSES: Final = tuple(
     f"{maker}_{name}" for maker in ("OPENAI", "ANTHROPIC") for name in ("BASE_URL", "API_KEY")
 )
 EXPECTED: Final = (ImportError, OSError, RuntimeError, SetupError, TypeError, ValueError)
-"""What ends a trial with its message alone, without a traceback."""
+"""Errors that end a trial with their message alone, without a traceback."""
 _LIMIT_CODES: Final = ("context_length_exceeded", "turn_limit_reached")
 
 
 def main() -> int:
-    """Does what the arguments say; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True)
     verbs.add_parser("list")
@@ -130,10 +130,10 @@ async def run_trial(path: Path, settings: Mapping[str, Any], folder: Path) -> fl
     """Runs one trial; returns its reward.
 
     Args:
-        folder: Gets Harbor's files, unless the settings say where they are kept.
+        folder: Directory for Harbor's files, unless the settings name one as `trials`.
 
     Raises:
-        RuntimeError: It has none.
+        RuntimeError: The trial has no reward, or lacks the one that the settings name.
     """
     from harbor.models.trial.config import (
         AgentConfig,

@@ -74,7 +74,7 @@ def find_bubblewraps() -> list[Path]:
 
 
 def explain(words: str) -> str:
-    """Returns what bubblewrap said, and what helps if it is a known refusal of the kernel."""
+    """Returns bubblewrap's error message, and the fix if it is a known refusal of the kernel."""
     said = words.strip() or "(it said nothing)"
     if any(known in said.lower() for known in _REFUSALS):
         return f"{said}. {_HELP}"

@@ -4,9 +4,9 @@ Invariant: a command is a child that holds nothing of this process (no descripto
 to signal or trace it), and when this process ends, the kernel ends every process of the room. It
 ends when its input does, or when the room is over a limit, which it then names on standard error.
 
-It is compiled outside and run by `python -c`, after `guest.py`, whose watch it uses. A line of
-JSON is a command, and a line of JSON its result; what it says is untrusted outside. A command's
-output goes to files, so that nobody waits for a process that it left behind.
+It is compiled outside the room and run by `python -c`, after `guest.py`, whose watch it uses. A
+command and its result are one line of JSON each; the host does not trust results. A command's
+output goes to files, so that no reader waits for processes that the command leaves behind.
 
 Who waits: the main thread for input, one thread per command for its end, and one that looks every
 `_WATCH_S` at what all processes use and collects those that nobody waits for.
@@ -39,10 +39,10 @@ _GROUP = "root:x:0:\n"
 
 
 def serve(settings: dict[str, Any], excess: Callable[[dict[str, Any]], str | None]) -> None:
-    """Runs what standard input asks for, until it ends.
+    """Runs the commands from standard input until it ends.
 
     Args:
-        excess: Returns the limit of the settings that all processes together are over, if any.
+        excess: Returns the limit in `settings` that all processes together exceed, if any.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)  # /proc/1 is closed to the commands
     for path, text in (("/etc/passwd", _PASSWD), ("/etc/group", _GROUP)):
