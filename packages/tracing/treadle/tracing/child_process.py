@@ -27,11 +27,13 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from treadle.tracing import supervisor
+from treadle.tracing.supervisor import kill_descendants
 
 __all__ = [
     "ENDS_BY_ITSELF",
     "child_python_path",
     "end_now",
+    "kill_descendants",
     "piped_child",
     "program_of",
     "supervised",

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from treadle.tools.environments.harbor.trial import EXPECTED, run_trial
-from treadle.tracing.supervisor import kill_descendants
+from treadle.tracing.child_process import kill_descendants
 
 _IMPORTED: Final = (
     "harbor.agents.terminus_2",
