@@ -65,6 +65,7 @@ from treadle.agent_loop.runner.watchdog import Pulse, Watchdog
 from treadle.agent_loop.tokens.arrays import BoolArray, FloatArray, IntArray
 from treadle.agent_loop.tokens.renderer import (
     ChatRenderer,
+    FinishingRenderer,
     MalformedCall,
     ParsedCompletion,
     PlacedImage,
@@ -136,6 +137,7 @@ __all__ = [
     "FailurePolicy",
     "Finding",
     "FinishReason",
+    "FinishingRenderer",
     "FloatArray",
     "FunctionTool",
     "GenerationError",

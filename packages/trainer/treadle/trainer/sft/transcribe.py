@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from treadle.agent_loop import (
     ChatRenderer,
     Completion,
+    FinishingRenderer,
     FinishReason,
     Message,
     RenderError,
@@ -31,7 +32,6 @@ from treadle.agent_loop import (
     ToolSpec,
     Transcript,
 )
-from treadle.agent_loop.tokens.renderer import FinishingRenderer
 from treadle.policy.client.types import TrainSequence
 from treadle.trainer.sft.demonstration import Demonstration
 
