@@ -87,6 +87,7 @@ PUBLIC = [
     "FailurePolicy",
     "Finding",
     "FinishReason",
+    "FinishingRenderer",
     "FloatArray",
     "FunctionTool",
     "GenerationError",
