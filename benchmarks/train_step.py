@@ -1,8 +1,8 @@
-"""Training step: tokens per second of the Megatron policy against transformers with torch's AdamW.
+"""Training step: tokens per second of both backends against transformers with torch's AdamW.
 
 The same model, the same batch, the same arithmetic: on-policy clipped surrogate, token mean, norm
 clipped to 1, AdamW. Transformers takes the batch padded to its longest sequence, as its users do,
-or one sequence after another without padding; the policy packs. Steps of all sides alternate, so
+or one sequence after another without padding; the policies pack. Steps of all sides alternate, so
 that a busy machine slows all of them alike, and the ratio is taken within each round::
 
     ./pants run benchmarks/train_step.py -- --model tiny --rounds 7
@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import torch
 import transformers
 
 from treadle.policy.algorithms.losses import ClippedSurrogate
+from treadle.policy.backends.fsdp.backend import FsdpPolicy
 from treadle.policy.backends.megatron import device
 from treadle.policy.backends.megatron.backend import MegatronPolicy
 from treadle.policy.client.types import TrainSequence
@@ -127,6 +130,48 @@ class TransformersTrainer:
         return ids.to(device.device()), advantages.to(device.device())
 
 
+class OtherProcess:
+    """The FSDP policy, in a process of its own: a process has the ranks of one policy."""
+
+    def __init__(
+        self, policy: PolicyConfig, folder: str, batch: Sequence[TrainSequence], threads: int
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._here, there = context.Pipe()
+        arguments = (there, policy, folder, batch, threads)
+        self._process = context.Process(target=_train_when_told, args=arguments, daemon=True)
+        self._process.start()
+        self._here.recv()  # it has loaded the model
+
+    def step(self) -> None:
+        """Takes one step there."""
+        self._here.send("step")
+        self._here.recv()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._here.send("end")
+        self._process.join()
+
+
+def _train_when_told(
+    there: Connection,
+    policy: PolicyConfig,
+    folder: str,
+    batch: Sequence[TrainSequence],
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    fsdp, loss = FsdpPolicy(policy, Path(folder)), ClippedSurrogate()
+    there.send("ready")
+    while there.recv() == "step":
+        fsdp.train_step(batch, loss)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        there.send("done")
+    fsdp.close()
+
+
 def seconds(step: Callable[[], object]) -> float:
     """Wall time of one step, until the device has computed it."""
     began = time.perf_counter()
@@ -158,18 +203,18 @@ def main() -> None:
         model = transformers.LlamaForCausalLM(config)
         model.save_pretrained(name)
         num_parameters = sum(p.numel() for p in model.parameters())
-        ours = MegatronPolicy(
-            PolicyConfig(
-                optimizer=OptimizerConfig(lr=LR),
-                micro_batch_tokens=args.micro_batch_tokens,
-                dtype=args.dtype,
-            ),
-            Path(name),
+        policy = PolicyConfig(
+            optimizer=OptimizerConfig(lr=LR),
+            micro_batch_tokens=args.micro_batch_tokens,
+            dtype=args.dtype,
         )
+        megatron = MegatronPolicy(policy, Path(name))
+        fsdp = OtherProcess(policy, name, batch, args.threads)
         theirs = TransformersTrainer(Path(name), batch, args.dtype)
     loss = ClippedSurrogate()
     sides: dict[str, Callable[[], object]] = {
-        "treadle, packed": lambda: ours.train_step(batch, loss),
+        "treadle, megatron": lambda: megatron.train_step(batch, loss),
+        "treadle, fsdp": fsdp.step,
         "transformers, padded": theirs.padded,
         "transformers, one by one": theirs.one_by_one,
     }
@@ -187,13 +232,14 @@ def main() -> None:
         ratios = sorted(r[side] / r[first] for r in rounds)
         print(
             f"{side:26s} {tokens / statistics.median(times):8.0f} tokens/s (best "
-            f"{tokens / min(times):.0f}); treadle is x{statistics.median(ratios):.2f} "
+            f"{tokens / min(times):.0f}); {first} is x{statistics.median(ratios):.2f} "
             f"[{ratios[0]:.2f} .. {ratios[-1]:.2f}]"
         )
     if args.json is not None:
         rates = {side: [tokens / each[side] for each in rounds] for side in sides}
         args.json.write_text(json.dumps({"tokens_per_s": rates}, indent=1) + "\n")
-    ours.close()
+    megatron.close()
+    fsdp.close()
 
 
 if __name__ == "__main__":
