@@ -153,11 +153,20 @@ def all_sections(root: type[BaseModel] = Config) -> Mapping[str, SectionNode]:
 
 
 def leaf_of(key: str, root: type[BaseModel] = Config) -> Leaf | None:
-    """Returns the leaf that a key sets: that leaf, or the table that the key is an entry of."""
-    leaf = all_leaves(root).get(key)
-    if leaf is None and (above := all_leaves(root).get(key.rpartition(".")[0])) is not None:
-        leaf = above if above.is_table else None
-    return leaf
+    """Returns the leaf that a key sets: that leaf, or the table that the key is an entry of.
+
+    In a table of numbers the name of an entry may have dots, as that of a file has.
+    """
+    leaves = all_leaves(root)
+    if (leaf := leaves.get(key)) is not None:
+        return leaf
+    above = key.rpartition(".")[0]
+    if (leaf := leaves.get(above)) is not None:
+        return leaf if leaf.is_table else None
+    while above := above.rpartition(".")[0]:
+        if (leaf := leaves.get(above)) is not None:
+            return leaf if leaf.is_table and get_args(leaf.type)[1] is float else None
+    return None
 
 
 def flatten(

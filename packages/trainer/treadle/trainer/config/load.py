@@ -536,11 +536,12 @@ def _expected(leaf: Leaf) -> str:
 def _nest(merged: Mapping[str, Assignment], root: type[BaseModel]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for key, assignment in merged.items():
-        *parents, name = key.split(".")
+        leaf = leaf_of(key, root)
+        above = leaf.key if leaf is not None and leaf.key != key else key.rpartition(".")[0]
         node = tree
-        for parent in parents:
+        for parent in above.split(".") if above else ():
             node = node.setdefault(parent, {})
-        node[name] = assignment.value
+        node[key[len(above) + 1 :] if above else key] = assignment.value
     for key, section in all_sections(root).items():
         if section.kinds:  # the default kind is explicit, so that its fields alone select it
             *parents, name = key.split(".")

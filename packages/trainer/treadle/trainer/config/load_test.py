@@ -391,3 +391,13 @@ def test_rows_that_a_reader_gives_one_after_another_do_not_stream() -> None:
     assert load_config([], least).config.data.streaming
     with pytest.raises(ConfigError, match=r"reader=m:Rows gives them one after another"):
         load_config([], [*least, "data.reader=m:Rows"])
+
+
+def test_the_name_of_a_weight_may_have_dots(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("data: {train_files: [v1.5.jsonl], weights: {v1.5: 2}}\nmodel: {path: m}\n")
+    loaded = load_config([file], ["data.weights.train.v2=1", "reward.weights.a.b=0.5"])
+    assert loaded.config.data.weights == {"v1.5": 2.0, "train.v2": 1.0}
+    assert loaded.config.reward.weights == {"a.b": 0.5}
+    with pytest.raises(ConfigError, match=r"unknown key agent\.loops\.a\.b"):
+        load_config([file], ["agent.loops.a.b=m:C"])

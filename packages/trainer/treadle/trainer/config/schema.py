@@ -54,7 +54,7 @@ class DataConfig(Section):
     """Shuffle the rows for each epoch, seeded by run.seed; false keeps the file order."""
     weights: Mapping[str, float] = {}
     """How much of a step each `data_source` of the training rows gives (docs/data.md): every step
-    has the same number of rows of each. Empty: rows are drawn from all of them alike."""
+    begins the same number of rows of each. Empty: rows are drawn from all of them alike."""
     reader: str | None = None
     """Your own reader of train_files and val_files as path.py:Class or package.module:Class, called
     with each path; it gives the rows as mappings. Null: files are read by their type."""

@@ -3,17 +3,16 @@
 Invariant: a run that resumes at step s sees the rows that an uninterrupted one would see, without
 stored state. Each epoch is a permutation of all rows without its last `num_rows % batch_size`; so
 no step has a row twice, and with shuffling each epoch omits different rows. Of a mix, this holds of
-the rows of each source.
+the rows of each source. Which of them a schedule other than sync trains on, or dynamic sampling,
+depends on which of their groups end first, or have signal.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 
 from treadle.trainer.data.errors import DataError
 from treadle.trainer.data.prompts import Prompt
@@ -31,6 +30,7 @@ class DataOrder:
     batch_size: int
     seed: int
     shuffle: bool = True
+    _orders: dict[int, array[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -63,9 +63,20 @@ class DataOrder:
         """
         if step < 1:
             raise ValueError(f"steps are counted from 1, got {step}")
-        order = _permutation(self.num_rows, self.seed, self.epoch(step), self.shuffle)
+        order = self._permutation(self.epoch(step))
         start = (step - 1) % self.steps_per_epoch * self.batch_size
         return tuple(order[start : start + self.batch_size])
+
+    def _permutation(self, epoch: int) -> array[int]:
+        if (kept := self._orders.get(epoch)) is not None:
+            return kept
+        order = array("Q", range(self.num_rows))
+        if self.shuffle:
+            random.Random(f"treadle data order {self.seed} {epoch}").shuffle(order)
+        for old in sorted(self._orders)[:-1]:  # a step may begin groups of the next epoch
+            del self._orders[old]
+        self._orders[epoch] = order
+        return order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,12 +99,20 @@ class MixedOrder:
         return min(order.epoch(step) for _, order in self.parts)
 
     def batch(self, step: int) -> tuple[int, ...]:
-        """Returns the [batch_size] distinct row indices of a step, source after source.
+        """Returns the [batch_size] distinct row indices of a step.
+
+        The sources are spread evenly over the batch, since what is left over at its end may be
+        given up.
 
         Raises:
             ValueError: The step is below 1.
         """
-        return tuple(rows[i] for rows, order in self.parts for i in order.batch(step))
+        placed = [
+            ((place + 0.5) / order.batch_size, number, rows[i])
+            for number, (rows, order) in enumerate(self.parts)
+            for place, i in enumerate(order.batch(step))
+        ]
+        return tuple(row for *_, row in sorted(placed))
 
 
 def make_order(
@@ -143,19 +162,12 @@ def make_order(
 
 def rows_per_step(weights: Mapping[str, float], batch_size: int) -> Mapping[str, int]:
     """Returns the rows of each source in a step, by the largest remainders; sorted by source."""
-    total = math.fsum(weights.values())
-    exact = {name: batch_size * weights[name] / total for name in sorted(weights)}
+    largest = max(weights.values())
+    shares = {name: weights[name] / largest for name in sorted(weights)}
+    exact = {name: batch_size * share / sum(shares.values()) for name, share in shares.items()}
     counts = {name: int(share) for name, share in exact.items()}
     left = batch_size - sum(counts.values())
     by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
     for name in by_remainder[:left]:
         counts[name] += 1
     return counts
-
-
-@lru_cache(maxsize=16)
-def _permutation(num_rows: int, seed: int, epoch: int, shuffle: bool) -> array[int]:
-    order = array("Q", range(num_rows))
-    if shuffle:
-        random.Random(f"treadle data order {seed} {epoch}").shuffle(order)
-    return order

@@ -1,3 +1,4 @@
+import time
 from collections import Counter
 from collections.abc import Iterable
 from random import Random
@@ -115,6 +116,22 @@ def test_a_mix_has_the_same_share_of_each_source_in_every_step(
     assert all(abs(found[name] - batch_size * share / total) < 1 for name, share in weights.items())
     again = make_order(prompts, weights, batch_size=batch_size, seed=3, shuffle=True)
     assert again.batch(step) == batch
+    # Whatever is cut off at the end is of all sources alike.
+    for end in range(1, batch_size):
+        some = Counter(sources[row] for row in batch[:end])
+        assert all(abs(some[name] - found[name] * end / batch_size) <= 1.5 for name in weights)
+
+
+def test_many_sources_are_shuffled_once_an_epoch() -> None:
+    names = [f"s{i}" for i in range(40)]
+    sources = [name for name in names for _ in range(2_000)]
+    weights = dict.fromkeys(names, 1e308)
+    order = make_order(_prompts(sources), weights, batch_size=40, seed=0, shuffle=True)
+    order.batch(1)
+    began = time.process_time()
+    for _ in range(100):
+        order.batch(2)
+    assert time.process_time() - began < 1.0, "100 shuffles of 80,000 rows take more than 5 s"
 
 
 @pytest.mark.parametrize(
