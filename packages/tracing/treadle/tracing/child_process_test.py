@@ -120,7 +120,8 @@ def test_a_killed_supervisor_takes_the_program_along() -> None:
 @pytest.mark.parametrize(("grace_s", "told"), [(math.inf, b""), (_LONG_S, b"child\n")])
 def test_sigterm_reaches_the_program_or_its_group(grace_s: float, told: bytes) -> None:
     child = "trap 'echo child; exit' TERM; echo up; while :; do sleep 1000 & wait; done"
-    command_line = f"({child}) & trap '{'wait; ' if told else ''}exit 3' TERM; wait"
+    # Its own trap first: "up" is read when the child has set the other.
+    command_line = f"trap '{'wait; ' if told else ''}exit 3' TERM; ({child}) & wait"
     command = supervised(["sh", "-c", command_line], grace_s=grace_s)
     with _start(*command) as process:
         assert process.stdout is not None
