@@ -94,7 +94,11 @@ def _config(model: str, overrides: Sequence[str]) -> Config:
     from treadle.trainer.config.load import load_config
     from treadle.trainer.model_source import resolve_model, with_model
     from treadle.trainer.preflight.model_checks import with_backend
-    from treadle.trainer.rollout.server_process import check_engine_settings, check_server_command
+    from treadle.trainer.rollout.engine_checks import (
+        check_engine_settings,
+        check_training_features,
+    )
+    from treadle.trainer.rollout.server_process import check_server_command
 
     path = resolve_model(model)
     longest = json.loads((path / "config.json").read_text(encoding="utf-8"))
@@ -109,7 +113,8 @@ def _config(model: str, overrides: Sequence[str]) -> Config:
     ]
     config, _ = with_backend(with_model(load_config([], overrides, below=below).config, path))
     check_server_command(config)
-    check_engine_settings(config.rollout)
+    check_engine_settings(config)
+    check_training_features(config)
     return config
 
 

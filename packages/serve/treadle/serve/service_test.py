@@ -156,6 +156,28 @@ async def test_a_model_that_cannot_go_on_fails_its_requests(served: Served, tmp_
 
 
 @pytest.mark.asyncio
+async def test_a_model_that_could_not_be_created_is_gone_after_a_restart(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(model: str) -> None:
+        raise RuntimeError(f"killed before it unloads {model}")
+
+    monkeypatch.setattr(served.models, "unload", killed)
+    created = served.models.create("s:n", "s", "create_model", {}, Shape(rank=4, targets=" "))
+    served.models.accept("s:n", 1, "optim_step", b'{"adam_params": {}}')
+    answer = await served.models.answer(created, 10.0)
+    assert answer is not None and b"error" in answer.body
+    await served.models.close()
+    again = Served(tmp_path)
+    assert await again.models.answer(created, 0.0) == answer
+    with pytest.raises(ServiceError, match="no model 's:n'"):
+        await again.models.answer("s:n:1", 10.0)
+    with pytest.raises(ServiceError, match="no model 's:n'"):
+        again.models.accept("s:n", 2, "optim_step", b'{"adam_params": {}}')
+    await again.close()
+
+
+@pytest.mark.asyncio
 async def test_a_full_disk_is_the_servers_fault_and_a_repeat_is_served(served: Served) -> None:
     begun = await served.client.post("/create_session", json={})
     session = begun.json()["session_id"]
@@ -196,3 +218,24 @@ async def test_what_stable_reinforce_needs_is_refused_by_its_name(served: Served
     assert answer.status_code == 400
     told = answer.json()["detail"]
     assert "no record_stability_info" in told and "loss_fn=importance_sampling" in told
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("stop", ["", ["end", ""]])
+async def test_a_stop_without_text_is_refused_by_its_name(served: Served, stop: object) -> None:
+    begun = await served.client.post("/create_session", json={})
+    wanted = {
+        "session_id": begun.json()["session_id"],
+        "sampling_session_seq_id": 0,
+        "base_model": "demo",
+    }
+    made = await served.client.post("/create_sampling_session", json=wanted)
+    given = {
+        "sampling_session_id": made.json()["sampling_session_id"],
+        "seq_id": 1,
+        "prompt": {"chunks": [{"tokens": [1]}]},
+        "sampling_params": {"max_tokens": 2, "stop": stop},
+    }
+    answer = await served.client.post("/asample", json=given)
+    assert answer.status_code == 400
+    assert f"sampling_params: stop={stop!r} has an empty text" in answer.json()["detail"]

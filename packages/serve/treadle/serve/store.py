@@ -232,6 +232,13 @@ class Store:
             *more,
         )
 
+    def unloaded(self, model: str) -> Sequence[Change]:
+        """Returns the statements that free a model and what waits for it."""
+        return (
+            ("UPDATE models SET alive = 0 WHERE id = ?", model),
+            ("UPDATE requests SET body = NULL WHERE model = ?", model),
+        )
+
     def moved(self, model: str, seq: int, content: str) -> Sequence[Change]:
         """Returns the statements that record a model's new state after its request `seq`."""
         return (

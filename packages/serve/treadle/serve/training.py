@@ -185,10 +185,7 @@ class Models:
         if found is None:
             raise unknown("model", model, "it was unloaded already, or never created")
         found.ended = True  # after what it does now: ranks cannot be interrupted
-        self.store.write(
-            ("UPDATE models SET alive = 0 WHERE id = ?", model),
-            ("UPDATE requests SET body = NULL WHERE model = ?", model),
-        )
+        self.store.write(*self.store.unloaded(model))
         self.store.sweep()
         self.records.end(model)
 
@@ -328,14 +325,17 @@ class _Model:
                 _log.exception("request %s failed", request)
             answer = StoredAnswer.failed(error)
         self._next = seq + 1
+        could_not_be_created = self._content is None and not self.ended
+        if could_not_be_created:  # with its answer: a restart must not find it alive
+            changes = self._store.unloaded(self._name)
         self._store.answered(request, answer, *changes)
         self._models.wake(request)
         self._models.records.totals.requests.labels(kind, outcome).inc()
         stepped, self._stepped = self._stepped, None
         if stepped is not None:
             await self._models.records.step(self._name, stepped)
-        if self._content is None and not self.ended:
-            self._models.unload(self._name)  # it could not be created
+        if could_not_be_created:
+            self._models.unload(self._name)
         elif changes:
             self._store.sweep()
 

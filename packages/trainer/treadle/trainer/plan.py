@@ -6,6 +6,7 @@ It is printed at the start of a run and by `--dry-run`.
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from treadle.policy.config.critic import CriticConfig
 from treadle.trainer.config.logger_names import ALWAYS
@@ -15,6 +16,11 @@ from treadle.trainer.data.order import rows_per_step
 from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["Plan", "make_plan"]
+
+_UNREAD: Final = (
+    "no server has it, as rollout.num_replicas=0 starts none; set it where the servers of "
+    "rollout.addresses are started"
+)
 
 
 def policy_threads(config: Config, cpus: int) -> int:
@@ -144,7 +150,9 @@ class Plan:
                 "there",
             )
         if settings := engine_settings(rollout):
-            yield "engine", ", ".join(f"{key}={value}" for key, value in settings.items())
+            given = ", ".join(f"{key}={value}" for key, value in settings.items())
+            unread = "" if rollout.num_replicas else f": {_UNREAD}"
+            yield "engine", f"{given}{unread}"
 
     def _critic(self, critic: CriticConfig) -> str:
         updates = (

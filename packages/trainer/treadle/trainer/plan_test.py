@@ -75,6 +75,15 @@ def test_the_servers_are_shown_with_their_command_and_what_is_set_of_the_engine(
     assert "rollout.top_p=0.9: servers report the tokens that it keeps" in text
 
 
+def test_engine_settings_that_reach_no_server_are_shown_as_such() -> None:
+    given = {"addresses": ["h:1"], "max_draft_tokens": 8}
+    config = _config(total_steps=1).model_copy(
+        update={"rollout": RolloutConfig.model_validate(given)}
+    )
+    text = make_plan(config, num_train_rows=11, num_val_rows=0, cpus=2).text()
+    assert "max_draft_tokens=8: no server has it, as rollout.num_replicas=0 starts none" in text
+
+
 def test_more_updates_than_trajectories_are_refused() -> None:
     config = _config().model_copy(update={"algorithm": AlgorithmConfig(mini_batches=33)})
     with pytest.raises(ConfigError, match=r"mini_batches=33 exceeds the 32 trajectories"):

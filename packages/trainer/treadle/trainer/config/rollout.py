@@ -53,8 +53,8 @@ class RolloutConfig(Section):
     """Sampling temperature in training; the policy is trained at the same temperature."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling in training: cumulative probability of the tokens to sample from. Below 1,
-    and with top_k or min_p, servers must report which tokens were kept (`sampling_mask`), and the
-    policy's distribution is over these too."""
+    and with top_k or min_p, servers must report which tokens were kept (`sampling_mask`; not
+    vllm_stock), and the policy's distribution is over these too."""
     top_k: Count | None = None
     """Number of most likely tokens to sample from in training. Null: the whole vocabulary."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
@@ -112,8 +112,8 @@ class RolloutConfig(Section):
     out of texts that it has seen: the session's own, other samples of its prompt, earlier rollouts
     of the row. Sampled tokens are those without drafts. 0: none."""
     batch_invariant: bool = False
-    """The torch engine gives a token the same bits whatever else it computes at a time, in float32
-    on a CPU; on with drafts."""
+    """The torch engine gives a token the same bits whatever else it computes at a time. It needs
+    float32 on a CPU, where it is on with drafts."""
     engine_args: Mapping[str, JsonValue] = {}
     """Further engine arguments (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here sets;
     the server rejects arguments that its engine does not have."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from treadle.agent_loop import SetupError
+from treadle.agent_loop.proxy import AgentConstraints, ProxyAgentLoop
 from treadle.trainer.checkpoint.run_directory import new_run_dir
 from treadle.trainer.config.load import ConfigError, load_config
 from treadle.trainer.data import DataError
@@ -96,6 +97,21 @@ def test_the_model_decides_the_backend_that_is_not_set(model: Path) -> None:
     assert why == "weights in fp8 are not read for Megatron-core"
     set_ = load_config([DEMO], [f"model.path={model}", "policy.backend=megatron"]).config
     assert with_backend(set_) == (set_, "as set")
+
+
+def test_what_a_stock_vllm_lacks_is_refused_before_its_servers_start(rows: Path) -> None:
+    _write_rows(rows, agent_name={2: "enforcing"})
+    lacking = ("rollout.name=vllm_stock", "rollout.top_p=0.9", "rollout.max_draft_tokens=4")
+    config = load_config([DEMO], [*_FEW, f"data.train_files={rows}", *lacking]).config
+    loop = ProxyAgentLoop(["true"], constraints=AgentConstraints.ENFORCE)
+    own = collect(config, reward=None, tools=(), loops={"enforcing": loop}, on_step=None)
+    with pytest.raises(SeveralProblems) as raised:
+        check_run(config, new_run_dir("never_made"), own)
+    settings, rows_need, command, training = map(str, raised.value.errors)
+    assert "vllm_stock does not have rollout.max_draft_tokens=4" in settings
+    assert "what this run needs: agent loops have constraints" in rows_need
+    assert "this interpreter has no vllm" in command
+    assert "rollout.top_p=0.9 needs the tokens that it keeps" in training
 
 
 def test_the_plan_counts_trained_and_frozen_parameters(rows: Path) -> None:

@@ -23,6 +23,7 @@ from treadle.trainer.config.verl_keys import ConfigError
 from treadle.trainer.data import (
     DataError,
     PromptRules,
+    PromptSet,
     Row,
     check_row_loops,
     check_rows,
@@ -67,12 +68,13 @@ from treadle.trainer.preflight.process_checks import (
 )
 from treadle.trainer.preflight.trial import try_own_code
 from treadle.trainer.problems import Problems
-from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
-from treadle.trainer.rollout.server_process import (
-    ask_server_command,
+from treadle.trainer.rollout.engine_checks import (
     check_engine_settings,
-    check_server_command,
+    check_row_features,
+    check_training_features,
 )
+from treadle.trainer.rollout.loops_from_config import load_loops, prompt_rules
+from treadle.trainer.rollout.server_process import ask_server_command, check_server_command
 from treadle.trainer.tracing.backends import check_tracing
 
 __all__ = ["INPUT_ERRORS", "Check", "Findings"]
@@ -226,6 +228,16 @@ def _plan(config: Config, train: Sequence[Row], val: Sequence[Row] | None) -> Pl
     )
 
 
+def _row_features(config: Config, rules: PromptRules, *prompts: PromptSet | None) -> None:
+    splits = [split for split in prompts if split is not None]
+    loops = frozenset[str]().union(*(split.loops for split in splits))
+    check_row_features(
+        config.rollout,
+        images=any(split.has_images for split in splits),
+        constraints="constrained_sampling" in rules.loops.required_capabilities(loops),
+    )
+
+
 def _server_command(config: Config) -> Config:
     check_server_command(config)
     return config
@@ -333,7 +345,8 @@ PLAN: Final = (
     Check("", "config train_prompts plan", lambda c, prompts, _: check_rows_left(c, prompts)),
 )
 SERVERS: Final = (
-    Check("", "config", lambda config: check_engine_settings(config.rollout)),
+    Check("", "config", check_engine_settings),
+    Check("", "config rules train_prompts? val_prompts?", _row_features),
     Check("startable", "config", _server_command),
 )
 RANKS: Final = Check("policy_ranks", "config", ask_rank_command)
@@ -345,6 +358,7 @@ GPUS: Final = Check("gpus", "config needed", lambda c, needed: check_gpus(c, nee
 PROCESSES: Final = (
     *PLAN,
     *SERVERS,
+    Check("", "config", check_training_features),
     Check("server_settings", "startable", _server_answer),
     RANKS,
     LAUNCHER,

@@ -28,7 +28,6 @@ from treadle.trainer.rollout.server_security import needs_own_token
 
 __all__ = [
     "ask_server_command",
-    "check_engine_settings",
     "check_server_command",
     "engine_settings",
     "server_spec",
@@ -50,18 +49,6 @@ _MODEL_KEYS = (
     "max_draft_tokens",
     "batch_invariant",
 )
-
-
-# Of these and `engine_args`, what the torch engine lacks, and what to do instead.
-_NOT_OF_TORCH = {
-    "tensor_model_parallel_size": "set rollout.name=vllm or sglang",
-    "data_parallel_size": "raise rollout.num_replicas, or set rollout.name=vllm or sglang",
-    "gpu_memory_utilization": "leave it out; rollout.max_in_flight bounds its KV cache",
-    "kv_cache_bytes": "leave it out; rollout.max_in_flight bounds its KV cache",
-    "max_num_batched_tokens": "leave it out",
-    "enable_prefix_caching": "leave it out",
-    "engine_args": "leave it out",
-}
 
 
 def engine_settings(rollout: RolloutConfig) -> Mapping[str, JsonValue]:
@@ -159,26 +146,6 @@ def check_server_command(config: Config) -> None:
             "rollout.server_command to what starts a server in its environment, as "
             f"/opt/{library}/bin/treadle-rollout-server"
         )
-
-
-def check_engine_settings(rollout: RolloutConfig) -> None:
-    """Checks that the torch engine supports the run's settings, before its server refuses them.
-
-    Other engines check their own settings, because support depends on their release and build.
-
-    Raises:
-        ConfigError: The torch engine does not have a setting.
-    """
-    if rollout.name != "torch" or not rollout.num_replicas:
-        return
-    settings = engine_settings(rollout)
-    lacking = [
-        f"rollout.{key}={json.dumps(settings[key])}: {fix}"
-        for key, fix in _NOT_OF_TORCH.items()
-        if key in settings
-    ]
-    if lacking:
-        raise ConfigError(f"rollout.name=torch does not have {'; '.join(lacking)}")
 
 
 def ask_server_command(config: Config) -> str:

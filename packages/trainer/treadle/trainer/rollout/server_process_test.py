@@ -1,4 +1,3 @@
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from treadle.trainer.config.rollout import RolloutConfig
 from treadle.trainer.config.schema import Config, DataConfig, ModelConfig, TracingConfig
 from treadle.trainer.rollout.server_process import (
     ask_server_command,
-    check_engine_settings,
     check_server_command,
     server_spec,
     server_traces,
@@ -102,22 +100,6 @@ def test_an_engine_that_is_nowhere_is_refused_with_the_key_to_set() -> None:
         check_server_command(_config(name="sglang", server_command=("/nowhere/server",)))
     check_server_command(_config(name="sglang", server_command=(sys.executable,)))
     check_server_command(_config(name="torch"))
-
-
-def test_what_the_torch_engine_lacks_is_refused_before_a_server_is_started() -> None:
-    lacking = {"tensor_model_parallel_size": 2, "engine_args": {"block_size": 16}}
-    expected = (
-        "rollout.name=torch does not have rollout.tensor_model_parallel_size=2: set "
-        'rollout.name=vllm or sglang; rollout.engine_args={"block_size": 16}: leave it out'
-    )
-    with pytest.raises(ConfigError, match=f"^{re.escape(expected)}$"):
-        check_engine_settings(RolloutConfig.model_validate(lacking))
-    for accepted in (
-        {"enforce_eager": True},
-        {"name": "vllm", **lacking},
-        {"addresses": ["host:1"], **lacking},
-    ):
-        check_engine_settings(RolloutConfig.model_validate(accepted))
 
 
 def test_a_server_that_answers_for_other_settings_is_refused() -> None:
