@@ -89,6 +89,17 @@ class ApiRenderer:
         """Returns the ids of the messages; a reply needs no end."""
         return self._written(messages, [])
 
+    def render_again(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        ids: Sequence[int],
+        written: Sequence[tuple[int, int]],
+    ) -> Rendering:
+        """Returns the ids: the address gets messages, so that its template alone could differ."""
+        return Rendering(ids=tuple(ids))
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns one id per three bytes of UTF-8."""
         return tuple(_packed(text))
@@ -117,7 +128,8 @@ class ApiRenderer:
         sent: dict[str, object] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             sent["tool_calls"] = [_call(request.id, *call) for request, call in requests]
-        self._number_of[_key(parsed.message)] = len(self._replies)
+        if not parsed.malformed:  # of these the message lacks what is sent
+            self._number_of[_key(parsed.message)] = len(self._replies)
         self._replies.append(_Written(text, parsed, sent, reply.num_tokens))
         return self._ids_of(len(self._replies) - 1)
 
@@ -204,6 +216,8 @@ def _parsed(reply: Reply, turn: int) -> tuple[ParsedCompletion, str]:
             read = json.loads(arguments or "{}")
         except ValueError as error:
             read, reason = None, f"the arguments are not JSON: {error}"
+        except RecursionError:
+            read, reason = None, "the arguments are nested too deeply"
         else:
             reason = "the arguments must be a JSON object"
         if isinstance(read, dict):
