@@ -38,7 +38,7 @@ class _Call(BaseModel):
 
 
 class _Part(BaseModel):
-    text: _Text
+    text: _Text = ""  # others, as of reasoning, are no content
 
 
 class _Message(BaseModel):

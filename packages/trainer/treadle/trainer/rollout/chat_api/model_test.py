@@ -125,6 +125,7 @@ async def test_an_answer_that_is_no_completion_names_the_address(
     [
         ("42", "42"),
         ([{"type": "text", "text": "4"}, {"type": "text", "text": "2"}], "42"),
+        ([{"type": "thinking", "thinking": []}, {"type": "text", "text": "42"}], "42"),
         (None, ""),
         ("a\ud83d", "a?"),
     ],
