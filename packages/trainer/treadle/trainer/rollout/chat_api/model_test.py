@@ -137,7 +137,8 @@ async def test_a_reply_is_its_text(content: object, text: str) -> None:
 
 
 @pytest.mark.asyncio
-async def test_arguments_that_are_nested_too_deeply_are_a_malformed_call() -> None:
-    renderer, completion = await asyncio.wait_for(_sampled(_with_call("[" * 100_000)), 10)
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a":' * 101 + "1" + "}" * 101])
+async def test_arguments_that_are_nested_too_deeply_are_a_malformed_call(arguments: str) -> None:
+    renderer, completion = await asyncio.wait_for(_sampled(_with_call(arguments)), 10)
     (bad,) = renderer.parse(completion.token_ids).malformed
-    assert bad.reason == "the arguments are nested too deeply"
+    assert bad.reason == "the arguments are nested in more than 100 levels"

@@ -30,6 +30,7 @@ __all__ = ["ApiRenderer", "Reply"]
 _END, _PAD, _IMAGE = range(3)
 _BYTES_PER_ID = 3
 _FIRST_REPLY = 4 << 24  # above every id of bytes
+_MAX_DEPTH = 100  # of arguments; what handles them may recurse
 _EMPTY = ParsedCompletion(message=Message(role="assistant", content=""))
 
 
@@ -212,14 +213,15 @@ def _parsed(reply: Reply, turn: int) -> tuple[ParsedCompletion, str]:
     for number, (name, arguments) in enumerate(reply.calls):
         start, text = len(text), f"{text}\n{name}({arguments})"
         call_id = f"call_{turn}_{number}"
+        reason = "the arguments must be a JSON object"
         try:
             read = json.loads(arguments or "{}")
+            if _is_deep(read):
+                raise RecursionError
         except ValueError as error:
             read, reason = None, f"the arguments are not JSON: {error}"
         except RecursionError:
-            read, reason = None, "the arguments are nested too deeply"
-        else:
-            reason = "the arguments must be a JSON object"
+            read, reason = None, f"the arguments are nested in more than {_MAX_DEPTH} levels"
         if isinstance(read, dict):
             calls.append(ToolCall(id=call_id, name=name, arguments=read))
             starts.append(start)
@@ -244,6 +246,16 @@ def _parsed(reply: Reply, turn: int) -> tuple[ParsedCompletion, str]:
         message=message, call_starts=tuple(starts), malformed=tuple(malformed)
     )
     return parsed, text
+
+
+def _is_deep(value: object) -> bool:
+    """Returns whether a value of JSON has more than `_MAX_DEPTH` levels, without recursion."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        lists = [each for each in level if isinstance(each, list)]
+        lists += [list(each.values()) for each in level if isinstance(each, dict)]
+        level = [child for each in lists for child in each]
+    return any(isinstance(each, list | dict) for each in level)
 
 
 def _sent(message: Message) -> dict[str, object]:
