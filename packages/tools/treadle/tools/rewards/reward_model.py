@@ -13,8 +13,8 @@ conversation is scored whole or not at all.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from treadle.tools.yaml_config import section, string
 __all__ = ["RewardModel", "RewardModelSettings", "read_settings"]
 
 _EXTRA = "reward-model"
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"(cpu|cuda|mps|xpu)(:\d+)?")
 _Encode: TypeAlias = Callable[[list[dict[str, Any]]], list[int]]
 _ScoreBatch: TypeAlias = Callable[[Sequence[list[int]]], list[float]]
 
@@ -78,6 +80,10 @@ def read_settings(document: object, where: str, base: Path) -> RewardModelSettin
     texts: dict[str, Any] = {
         key: string(fields[key], f"{where}: {key}") for key in ("device", "dtype") if key in fields
     }
+    if (dtype := texts.get("dtype", "auto")) not in _DTYPES:
+        raise SetupError(f"{where}: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
+    if _DEVICE.fullmatch(device := texts.get("device", "cpu")) is None:
+        raise SetupError(f"{where}: device must be cpu, cuda, cuda:N, mps or xpu, got {device!r}")
     return RewardModelSettings(path=path, **texts, **counts)
 
 
@@ -96,6 +102,7 @@ class RewardModel:
         self._score: _ScoreBatch | None = None
         self._encode: _Encode | None = None
         self._waiting: list[tuple[list[int], asyncio.Future[float]]] = []
+        self._unscored: set[asyncio.Future[float]] = set()
         self._arrived = asyncio.Event()
         self._scorer: asyncio.Task[None] | None = None
 
@@ -106,26 +113,30 @@ class RewardModel:
             SetupError: It cannot be loaded, or is no reward model.
         """
         self._encode, self._score = await asyncio.to_thread(_load, self._settings)
+        # An event is of the event loop in which it was first waited for.
+        self._waiting, self._unscored, self._arrived = [], set(), asyncio.Event()
         self._scorer = asyncio.create_task(self._score_in_batches())
+        self._scorer.add_done_callback(self._fail_unscored)
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        """Frees the model; what waits is not scored."""
+        """Frees the model; what waits is not scored, and its callers get a `RewardError`."""
         assert self._scorer is not None
         self._scorer.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._scorer
+        await asyncio.wait([self._scorer])
         self._score = self._encode = None
 
     async def __call__(self, trajectory: Trajectory) -> Score:
         """Scores a trajectory.
 
         Raises:
-            RewardError: The template refuses the conversation, it is too long, or the model's
-                number is not finite.
+            RewardError: The template refuses the conversation, it has images or is too long, the
+                model's number is not finite, or the model was freed meanwhile.
         """
-        assert self._encode is not None, "the reward is entered before it is called"
+        assert self._scorer is not None, "the reward is entered before it is called"
         settings = self._settings
+        if self._encode is None or self._scorer.done():
+            raise self._ended()
         with boundary(RewardError, f"the chat template of {settings.path}"):
             ids = self._encode([_as_dict(message) for message in trajectory.messages])
         if len(ids) > settings.max_tokens:
@@ -134,12 +145,28 @@ class RewardModel:
                 f"{settings.max_tokens}: raise it, or lower rollout.response_length"
             )
         scored: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._unscored.add(scored)
+        scored.add_done_callback(self._unscored.discard)
         self._waiting.append((ids, scored))
         self._arrived.set()
         value = await scored
         if not math.isfinite(value):
             raise RewardError(f"{settings.path} gives the reward {value}, which is not finite")
         return Score(value=value)
+
+    def _fail_unscored(self, _: object) -> None:
+        for scored in self._unscored:
+            if not scored.done():
+                scored.set_exception(self._ended())
+
+    def _ended(self) -> RewardError:
+        cause = None
+        if self._scorer is not None and self._scorer.done() and not self._scorer.cancelled():
+            cause = self._scorer.exception()
+        reason = "it was freed" if cause is None else f"{type(cause).__name__}: {cause}"
+        error = RewardError(f"the reward model {self._settings.path} scores no more: {reason}")
+        error.__cause__ = cause
+        return error
 
     async def _score_in_batches(self) -> None:
         assert self._score is not None
@@ -167,18 +194,32 @@ class RewardModel:
 
 
 def _load(settings: RewardModelSettings) -> tuple[_Encode, _ScoreBatch]:
-    """Returns the functions that encode a conversation, and that score encoded ones."""
+    """Returns the functions that encode a conversation, and that score encoded ones.
+
+    Raises:
+        SetupError: It cannot be loaded onto the device, or is no reward model.
+    """
+    try:
+        return _loaded(settings)
+    except SetupError:
+        raise
+    except Exception as error:  # a border: files of anybody, and the drivers of devices
+        where = "" if settings.device is None else f" onto device: {settings.device}"
+        raise SetupError(
+            f"the reward model {settings.path} cannot be loaded{where}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _loaded(settings: RewardModelSettings) -> tuple[_Encode, _ScoreBatch]:
     import torch
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     path = settings.path
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model, loading = AutoModelForSequenceClassification.from_pretrained(
-            path, dtype=settings.dtype, output_loading_info=True
-        )
-    except (OSError, ValueError) as error:
-        raise SetupError(f"the reward model {path} cannot be loaded: {error}") from error
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model, loading = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=settings.dtype, output_loading_info=True
+    )
     if missing := sorted(loading["missing_keys"]):
         raise SetupError(
             f"{path} is no reward model: it has no trained weights {', '.join(missing[:3])}; name "
@@ -221,7 +262,14 @@ def _load(settings: RewardModelSettings) -> tuple[_Encode, _ScoreBatch]:
 
 
 def _as_dict(message: Message) -> dict[str, Any]:
+    if message.images:
+        raise RewardError(
+            f"a {message.role} message has images, and a reward model reads text alone: score rows "
+            "with images by another reward"
+        )
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        entry["reasoning_content"] = message.reasoning
     if message.tool_calls:
         entry["tool_calls"] = [
             {

@@ -18,6 +18,7 @@ from transformers import (
 
 from treadle.agent_loop import (
     AgentTask,
+    Image,
     Message,
     RewardError,
     SetupError,
@@ -113,6 +114,74 @@ async def test_what_is_no_reward_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("damaged", [None, "config.json"])
+async def test_what_cannot_be_loaded_names_the_model(tmp_path: Path, damaged: str | None) -> None:
+    """Of a device that this machine lacks, or a file of an unexpected form."""
+    folder = _write_model(tmp_path / "model")
+    settings = {"device": "cuda:99"} if damaged is None else {}
+    if damaged is not None:
+        (folder / damaged).write_text('{"model_type": "qwen2", "hidden_size": "wide"}')
+    with pytest.raises(SetupError, match=r"the reward model .*/model cannot be loaded"):
+        await _reward(tmp_path, **settings).__aenter__()
+
+
+@pytest.mark.asyncio
+async def test_callers_that_wait_fail_when_the_model_is_freed(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    reward = _reward(tmp_path, batch_size=1)
+    async with reward:
+        waiting = [asyncio.create_task(reward(_trajectory("yes"))) for _ in range(9)]
+        await asyncio.sleep(0)
+    ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+    assert {type(each) for each in ended} == {RewardError}
+    with pytest.raises(RewardError, match="scores no more: it was freed"):
+        await reward(_trajectory("yes"))
+
+
+@pytest.mark.asyncio
+async def test_callers_fail_with_the_cause_when_the_scorer_ends(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    async with _reward(tmp_path) as reward:
+        reward._score = lambda batch: []  # a number too few
+        waiting = [asyncio.create_task(reward(_trajectory("yes"))) for _ in range(3)]
+        ended = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 10)
+        assert all("scores no more: ValueError: zip" in str(each) for each in ended)
+        with pytest.raises(RewardError, match="scores no more: ValueError: zip"):
+            await reward(_trajectory("yes"))
+
+
+def test_a_reward_is_entered_in_one_event_loop_after_another(tmp_path: Path) -> None:
+    _write_model(tmp_path / "model")
+    reward = _reward(tmp_path)
+
+    async def entered() -> float:
+        async with reward:
+            await asyncio.sleep(0)  # the scorer waits, in its event loop
+            return (await asyncio.wait_for(reward(_trajectory("yes")), 10)).value
+
+    assert asyncio.run(entered()) == asyncio.run(entered())
+
+
+@pytest.mark.asyncio
+async def test_reasoning_is_scored_and_images_are_refused(tmp_path: Path) -> None:
+    folder = _write_model(tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    template.write_text(_TEMPLATE.replace("{{ m.content }}", "{{ m.reasoning_content }}"))
+    plain = _trajectory("yes")
+    asked, said = plain.messages
+    image = Image(data=b"png", mime="image/png")
+    seen = replace(asked, images=(image,))
+    async with _reward(tmp_path) as reward:
+        values = [
+            (await reward(replace(plain, messages=(asked, replace(said, reasoning=text))))).value
+            for text in ("long", "short")
+        ]
+        assert values[0] != values[1]
+        with pytest.raises(RewardError, match="a user message has images"):
+            await reward(replace(plain, messages=(seen, said)))
+
+
+@pytest.mark.asyncio
 async def test_a_conversation_that_cannot_be_scored_fails_alone(tmp_path: Path) -> None:
     _write_model(tmp_path / "model")
     async with _reward(tmp_path, max_tokens=30) as reward:
@@ -130,6 +199,8 @@ async def test_a_conversation_that_cannot_be_scored_fails_alone(tmp_path: Path) 
     [
         ("batch_size: 0", "batch_size must be a positive integer, got 0"),
         ("batchsize: 2", "unknown key 'batchsize', did you mean 'batch_size'"),
+        ("dtype: bf16", "dtype must be one of auto, float32, bfloat16, float16, got 'bf16'"),
+        ("device: gpu", "device must be cpu, cuda, cuda:N, mps or xpu, got 'gpu'"),
     ],
 )
 def test_a_wrong_file_names_the_key(tmp_path: Path, line: str, message: str) -> None:

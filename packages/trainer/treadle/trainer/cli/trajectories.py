@@ -4,7 +4,8 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
         "--limit",
         type=int,
         metavar="N",
-        help=f"maximum number of rows; default: {_LIMIT}, and all of those of --sql and sft",
+        help=f"maximum number of rows that are written; default: {_LIMIT}, and all of those of "
+        "--sql and sft",
     )
     parser.add_argument(
         "--per-row",
@@ -127,15 +129,21 @@ def main(argv: Sequence[str]) -> int:
     sys.stdout.flush()
     if table.num_rows < total:
         say(f"{table.num_rows:,} of {total:,}; --limit shows more", error=True)
+    _say_missing(args.run, damaged, left_out)
+    return 0
+
+
+def _say_missing(run: Path, damaged: Mapping[str, str], left_out: int) -> None:
+    from treadle.tracing.trajectories import DIRECTORY
+
     for name, damage in damaged.items():
-        say(f"left out: {args.run / DIRECTORY / name}: {damage}", error=True)
+        say(f"left out: {run / DIRECTORY / name}: {damage}", error=True)
     if left_out:
         say(
             f"{left_out:,} trajectories were not kept, because run.trajectories_max_bytes "
             "was reached",
             error=True,
         )
-    return 0
 
 
 def _write_conversations(files: "TrajectoryFiles", args: argparse.Namespace) -> int:
@@ -143,18 +151,23 @@ def _write_conversations(files: "TrajectoryFiles", args: argparse.Namespace) -> 
     from treadle.trainer.preflight.table import INPUT_ERRORS
     from treadle.trainer.prepare.conversations import NEEDED, RunConversations
 
-    found = files.query(
-        _filter(args), columns=NEEDED, order_by=_names(args.order_by), limit=args.limit
-    )
+    found = files.query(_filter(args), columns=NEEDED, order_by=_names(args.order_by))
+    unread = iter(found)
     try:
         conversations = RunConversations(args.run)
-        rows = list(conversations.of(found, per_row=args.per_row))
+        rows = list(islice(conversations.of(unread, per_row=args.per_row), args.limit))
     except INPUT_ERRORS as error:
         return fail(error)
     sys.stdout.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in rows)
     sys.stdout.flush()
     reasons = "".join(f"; left out {n:,}: {why}" for why, n in conversations.left_out.items())
-    say(f"{len(rows):,} conversations of {len(found):,} trajectories{reasons}", error=True)
+    num_unread = sum(1 for _ in unread)
+    more = f"; --limit left {num_unread:,} unread" if num_unread else ""
+    say(
+        f"{len(rows):,} conversations of {len(found) - num_unread:,} trajectories{reasons}{more}",
+        error=True,
+    )
+    _say_missing(args.run, files.damaged, files.left_out)
     return 0 if rows else 1
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from treadle.tracing.trajectories import DIRECTORY, write_file
 from treadle.tracing.trajectories.testing import make_row, make_rows, write_run
+from treadle.trainer.demo import MODELS
 from treadle.trainer.launch.process import child_python_path
 from treadle.trainer.main import main
 
@@ -100,6 +101,37 @@ def test_what_is_missing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert len(rows) == 1
     assert "step-000002-train.parquet: it cannot be read: " in beside
     assert "1,500 trajectories were not kept, because run.trajectories_max_bytes" in beside
+
+
+def test_conversations_are_limited_after_the_same_ones_and_what_is_missing_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": [{"role": "user", "content": "?"}]}\n')
+    settings = {
+        "data": {"train_files": ["rows.jsonl"], "val_files": ["rows.jsonl"]},
+        "model": {"path": str(MODELS["demo:calculator"])},
+        "agent": {"default_loop": "single_turn_agent"},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    rows = []
+    for index, answer in enumerate("aabcd"):
+        said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
+        kept = {"stop": "finished", "messages": json.dumps(said), "findings": []}
+        rows.append(make_row(1, "train", 0, index) | kept)
+    write_file(tmp_path / DIRECTORY, step=1, phase="train", rows=rows, left_out=1500)
+    (tmp_path / DIRECTORY / "step-000002-train.parquet").write_bytes(b"half")
+    options = ["--format=sft", "--limit=2", "--order-by=rollout_index"]
+    assert main(["trajectories", str(tmp_path), *options]) == 0
+    captured = capsys.readouterr()
+    written = [json.loads(line)["messages"][1]["content"] for line in captured.out.splitlines()]
+    assert written == ["a", "b"]
+    counts, damaged, not_kept = captured.err.splitlines()
+    assert counts == (
+        "2 conversations of 3 trajectories; left out 1: the same conversation again; "
+        "--limit left 2 unread"
+    )
+    assert "step-000002-train.parquet: it cannot be read: " in damaged
+    assert not_kept.startswith("1,500 trajectories were not kept")
 
 
 @pytest.mark.parametrize(

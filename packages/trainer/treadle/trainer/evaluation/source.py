@@ -6,6 +6,7 @@ Invariant: a `Source` names something that exists, or has the form of an address
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from treadle.agent_loop import SetupError
 from treadle.trainer.checkpoint.run_directory import (
@@ -60,7 +61,9 @@ def find_source(text: str, *, step: int | None = None, api_model: str | None = N
         SetupError: There is no such thing, or no such step.
     """
     path = Path(text).expanduser()
-    is_url = re.match("https?://", text) is not None
+    is_url = re.match("https?://", text, re.IGNORECASE) is not None
+    if is_url and not path.exists():
+        _check_url(text)
     if is_url != (api_model is not None):
         raise SetupError(
             f"{text} may serve several models: give --model NAME"
@@ -98,6 +101,31 @@ def find_source(text: str, *, step: int | None = None, api_model: str | None = N
         f"the Hub as ORG/NAME, {', '.join(MODELS)}, the address of a server as host:port, or the "
         "URL of an OpenAI-compatible API"
     )
+
+
+def _check_url(text: str) -> None:
+    """Checks the form of a URL; errors show no password.
+
+    Raises:
+        SetupError: It is no URL of a host, or holds a user or a password.
+    """
+    shown = re.sub("//.*@", "//", text)
+    try:
+        parts = urlsplit(text)
+        host, port, has_user = parts.hostname, parts.port, "@" in parts.netloc
+    except ValueError as error:
+        if shown == text:
+            raise SetupError(f"{text} is no URL: {error}; write https://HOST/v1") from None
+        has_user = True  # a password may hold what ends a host
+    if has_user:
+        raise SetupError(
+            "the URL holds a user or a password, which results and logs would show: write "
+            f"{shown}, and set the environment variable OPENAI_API_KEY to the key"
+        )
+    if not host or port == 0 or re.search(r"\s", text):
+        raise SetupError(
+            f"{text} is no URL of a host: write https://HOST/v1 or http://HOST:PORT/v1"
+        )
 
 
 def _is_run(path: Path) -> bool:

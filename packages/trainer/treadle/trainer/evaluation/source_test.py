@@ -95,3 +95,26 @@ def test_what_cannot_be_evaluated_is_named(text: str, step: int | None, message:
     Path("file").write_text("")
     with pytest.raises(SetupError, match=message):
         find_source(text, step=step)
+
+
+@pytest.mark.parametrize("url", ["https://host/v1", "HTTP://[::1]:8000/v1", "http://h/v1/a@b"])
+def test_a_url_is_that_of_an_api(url: str) -> None:
+    assert find_source(url, api_model="m").url == url
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("http://host:99999/v1", "http://host:99999/v1 is no URL: Port out of range"),
+        ("http://[::1/v1", r"http://\[::1/v1 is no URL: Invalid IPv6 URL; write https://HOST/v1"),
+        ("http:///v1", "http:///v1 is no URL of a host"),
+        ("http://ho st/v1", "http://ho st/v1 is no URL of a host"),
+        ("http://user:secret@host/v1", "write http://host/v1, and set .* OPENAI_API_KEY"),
+        ("http://user:sec/ret@host/v1", "write http://host/v1, and set .* OPENAI_API_KEY"),
+    ],
+)
+def test_a_url_that_cannot_be_one_is_refused_and_no_password_shown(url: str, message: str) -> None:
+    for api_model in ("m", None):
+        with pytest.raises(SetupError, match=message) as refused:
+            find_source(url, api_model=api_model)
+        assert "sec" not in str(refused.value)

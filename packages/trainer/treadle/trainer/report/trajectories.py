@@ -10,12 +10,13 @@ A line: {"step", "phase": "train" | "val", "task_id", "rollout_index", "loop", "
 "traceback", "num_turns", "messages", "sample_rewards": [{"player", "value"}],
 "samples": [{"ids", "logprobs", "spans": [{"origin", "start", "stop", "weight_version", "text"}]}],
 "findings": [{"kind", "text"}], "metrics", "trace"}. The messages are those of the last sample.
-"advantage" is null where the trajectory was not trained on.
+"advantage" is null where the trajectory was not trained on, a log-probability where none is known.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -248,7 +249,9 @@ def to_fields(
 def _tokens(tokens: Tokens, decode: Decode | None) -> dict[str, object]:
     return {
         "ids": list(tokens.ids),
-        "logprobs": [round(logprob, 4) for logprob in tokens.logprobs],
+        "logprobs": [
+            round(logprob, 4) if math.isfinite(logprob) else None for logprob in tokens.logprobs
+        ],
         "spans": to_spans(tokens, decode),
     }
 

@@ -1,4 +1,5 @@
 import json
+import math
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from treadle.agent_loop import Message, ToolError, Trajectory
+from treadle.agent_loop import Message, Tokens, ToolError, Trajectory
 from treadle.tracing import MemorySink, Metric, span, use_sink
 from treadle.trainer.report import TrajectoryLog
 from treadle.trainer.report.testing import make_task, make_trajectory
@@ -92,6 +93,17 @@ def test_without_a_decoder_spans_have_no_text(tmp_path: Path) -> None:
         log.append(1, [make_trajectory()], phase="train", limit=1)
     (sample,) = lines(tmp_path / "t.jsonl")[0]["samples"]
     assert {s["text"] for s in sample["spans"]} == {None}
+
+
+def test_a_log_probability_that_is_not_known_is_null(tmp_path: Path) -> None:
+    trajectory = make_trajectory()
+    (tokens,) = trajectory.samples
+    unknown = Tokens(ids=tokens.ids, logprobs=[math.nan] * len(tokens.ids), spans=tokens.spans)
+    with TrajectoryLog(tmp_path / "t.jsonl") as log:
+        log.append(1, [replace(trajectory, samples=(unknown,))], phase="val", limit=1)
+    assert "NaN" not in (tmp_path / "t.jsonl").read_text()
+    (sample,) = lines(tmp_path / "t.jsonl")[0]["samples"]
+    assert sample["logprobs"] == [None] * len(tokens.ids)
 
 
 def test_each_line_gets_the_trace_of_its_own_trajectory(tmp_path: Path) -> None:

@@ -30,12 +30,12 @@ from treadle.agent_loop import (
     TokenChunk,
 )
 from treadle.agent_loop.rpc import ServerInfo
-from treadle.trainer.rollout.chat_api.renderer import ApiRenderer, Reply
+from treadle.trainer.rollout.chat_api.answer import AnswerError, read_json, read_reply
+from treadle.trainer.rollout.chat_api.renderer import ApiRenderer
 from treadle.trainer.rollout.rotation import Routes
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAIError
-    from openai.types.chat import ChatCompletion
 
 __all__ = ["KEY_VARIABLE", "ApiServers"]
 
@@ -61,8 +61,15 @@ class ApiServers:
         """Connects to nothing yet.
 
         Raises:
-            SetupError: The official client is not installed.
+            SetupError: The official client is not installed, or refuses the address, or the key
+                cannot be sent.
         """
+        key = os.environ.get(KEY_VARIABLE, "").strip()
+        if not (key.isascii() and key.isprintable()):
+            raise SetupError(
+                f"{KEY_VARIABLE} is no key: it has a character that is not printable ASCII, such "
+                "as the end of a line; set it to the key alone"
+            )
         try:
             from openai import AsyncOpenAI
         except ModuleNotFoundError:
@@ -71,11 +78,12 @@ class ApiServers:
                 'pip install "treadle-trainer[api]"'
             ) from None
         self._url, self._model, self._renderer = url, model, renderer
-        self._client: AsyncOpenAI = AsyncOpenAI(
-            base_url=url,
-            api_key=os.environ.get(KEY_VARIABLE) or "none",
-            max_retries=self._TRIES - 1,
-        )
+        try:
+            self._client: AsyncOpenAI = AsyncOpenAI(
+                base_url=url, api_key=key or "none", max_retries=self._TRIES - 1
+            )
+        except Exception as error:  # of the HTTP library, which depends on the client's release
+            raise _no_api(url, error) from error
         self.servers = (
             ServerInfo(
                 address=url,
@@ -98,8 +106,16 @@ class ApiServers:
         """Requests the list of models, to find a wrong address or key before anything is written.
 
         Raises:
-            SetupError: The address does not answer, or refuses the key.
+            SetupError: The address does not answer, is no API, or refuses the key.
         """
+        try:
+            await self._request_models()
+        except BaseException:
+            await self._client.close()
+            raise
+        return self
+
+    async def _request_models(self) -> None:
         from openai import (
             APIConnectionError,
             AuthenticationError,
@@ -107,19 +123,19 @@ class ApiServers:
             PermissionDeniedError,
         )
 
+        client = self._client.with_options(max_retries=1, timeout=20)
         try:
-            await self._client.with_options(max_retries=1, timeout=20).models.list()
+            read_json((await client.models.with_raw_response.list()).content)
         except (AuthenticationError, PermissionDeniedError) as error:
-            await self._client.close()
             raise SetupError(
                 f"{self._url} refuses the key of {KEY_VARIABLE}: {error.message}"
             ) from error
         except APIConnectionError as error:
-            await self._client.close()
             raise SetupError(f"{self._url} does not answer: {error.__cause__ or error}") from error
         except OpenAIError:
             pass  # not every server lists its models
-        return self
+        except Exception as error:  # a border: the transport raises what it likes
+            raise _no_api(self._url, error) from error
 
     async def __aexit__(self, *exc_info: object) -> None:
         """Closes the connections."""
@@ -183,17 +199,18 @@ class ApiServers:
             options["tools"] = tools
         options |= _sampling(params)
         try:
-            answer = await self._client.chat.completions.create(
+            answer = await self._client.chat.completions.with_raw_response.create(
                 model=self._model,
                 messages=messages,  # type: ignore[arg-type]  # the union of all roles' mappings
                 **options,
             )
         except OpenAIError as error:
             raise self._failed(error) from error
-        if not answer.choices:
-            raise EngineFailedError(f"{self._url}: {self._model} replied without a choice")
-        ids = self._renderer.add(_reply(answer, params.max_tokens))
-        cut = answer.choices[0].finish_reason == "length"
+        try:
+            reply, cut = read_reply(answer.content, params.max_tokens)
+        except AnswerError as error:
+            raise EngineFailedError(f"{self._url}: {self._model}: {error}") from error
+        ids = self._renderer.add(reply)
         chunk = TokenChunk(token_ids=ids, logprobs=(math.nan,) * len(ids), weight_version=0)
         return Completion(chunks=(chunk,), finish=FinishReason.LENGTH if cut else FinishReason.STOP)
 
@@ -235,17 +252,8 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
     return options
 
 
-def _reply(answer: ChatCompletion, max_tokens: int) -> Reply:
-    message = answer.choices[0].message
-    further = message.model_extra or {}
-    counted = answer.usage.completion_tokens if answer.usage is not None else 1
-    return Reply(
-        content=message.content or message.refusal or "",
-        reasoning=further.get("reasoning_content") or further.get("reasoning"),
-        calls=tuple(
-            (call.function.name, call.function.arguments)
-            for call in message.tool_calls or ()
-            if call.type == "function"
-        ),
-        num_tokens=min(max(1, counted), max_tokens),
+def _no_api(url: str, error: Exception) -> SetupError:
+    return SetupError(
+        f"{url} is not the base of an OpenAI-compatible API: {error}; it is what comes before "
+        "/chat/completions, often https://HOST/v1"
     )

@@ -30,6 +30,7 @@ __all__ = ["ApiRenderer", "Reply"]
 _END, _PAD, _IMAGE = range(3)
 _BYTES_PER_ID = 3
 _FIRST_REPLY = 4 << 24  # above every id of bytes
+_MAX_DEPTH = 100  # of arguments; what handles them may recurse
 _EMPTY = ParsedCompletion(message=Message(role="assistant", content=""))
 
 
@@ -89,6 +90,17 @@ class ApiRenderer:
         """Returns the ids of the messages; a reply needs no end."""
         return self._written(messages, [])
 
+    def render_again(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[ToolSpec],
+        ids: Sequence[int],
+        written: Sequence[tuple[int, int]],
+    ) -> Rendering:
+        """Returns the ids: the address gets messages, so that its template alone could differ."""
+        return Rendering(ids=tuple(ids))
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Returns one id per three bytes of UTF-8."""
         return tuple(_packed(text))
@@ -117,7 +129,8 @@ class ApiRenderer:
         sent: dict[str, object] = {"role": "assistant", "content": reply.content}
         if reply.calls:
             sent["tool_calls"] = [_call(request.id, *call) for request, call in requests]
-        self._number_of[_key(parsed.message)] = len(self._replies)
+        if not parsed.malformed:  # of these the message lacks what is sent
+            self._number_of[_key(parsed.message)] = len(self._replies)
         self._replies.append(_Written(text, parsed, sent, reply.num_tokens))
         return self._ids_of(len(self._replies) - 1)
 
@@ -200,12 +213,15 @@ def _parsed(reply: Reply, turn: int) -> tuple[ParsedCompletion, str]:
     for number, (name, arguments) in enumerate(reply.calls):
         start, text = len(text), f"{text}\n{name}({arguments})"
         call_id = f"call_{turn}_{number}"
+        reason = "the arguments must be a JSON object"
         try:
             read = json.loads(arguments or "{}")
+            if _is_deep(read):
+                raise RecursionError
         except ValueError as error:
             read, reason = None, f"the arguments are not JSON: {error}"
-        else:
-            reason = "the arguments must be a JSON object"
+        except RecursionError:
+            read, reason = None, f"the arguments are nested in more than {_MAX_DEPTH} levels"
         if isinstance(read, dict):
             calls.append(ToolCall(id=call_id, name=name, arguments=read))
             starts.append(start)
@@ -230,6 +246,16 @@ def _parsed(reply: Reply, turn: int) -> tuple[ParsedCompletion, str]:
         message=message, call_starts=tuple(starts), malformed=tuple(malformed)
     )
     return parsed, text
+
+
+def _is_deep(value: object) -> bool:
+    """Returns whether a value of JSON has more than `_MAX_DEPTH` levels, without recursion."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        lists = [each for each in level if isinstance(each, list)]
+        lists += [list(each.values()) for each in level if isinstance(each, dict)]
+        level = [child for each in lists for child in each]
+    return any(isinstance(each, list | dict) for each in level)
 
 
 def _sent(message: Message) -> dict[str, object]:

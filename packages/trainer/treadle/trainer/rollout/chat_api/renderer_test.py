@@ -58,7 +58,7 @@ def test_a_conversation_that_is_rendered_again_has_the_same_ids() -> None:
     assert renderer.render([_USER, parsed.message], tools=()).ids == (*ids, *sampled)
 
 
-@pytest.mark.parametrize("arguments", ["{", "[1]", '"a"'])
+@pytest.mark.parametrize("arguments", ["{", "[1]", '"a"', "[" * 100_000])
 def test_arguments_that_are_no_object_are_a_malformed_call_that_can_be_answered(
     arguments: str,
 ) -> None:
@@ -89,3 +89,15 @@ def test_an_assistant_message_of_a_row_and_an_image_are_sent() -> None:
     assert json.loads(said["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
     assert [part["type"] for part in seen["content"]] == ["text", "image_url", "text"]
     assert seen["content"][1]["image_url"]["url"] == "data:image/png;base64,cG5n"
+
+
+def test_a_message_is_not_sent_with_the_malformed_calls_of_another_conversations_reply() -> None:
+    renderer = ApiRenderer()
+    sampled = renderer.add(Reply(content="42", calls=(("add", "{bad"),)))
+    shown = renderer.render([_USER, Message(role="assistant", content="42")], tools=()).ids
+    messages, _ = renderer.request(shown, ())
+    assert messages[1] == {"role": "assistant", "content": "42"}
+    # Its own conversation does not drift by that.
+    said = renderer.parse(sampled).message
+    again = renderer.render_again([said], tools=(), ids=sampled, written=())
+    assert again.ids == sampled
