@@ -73,7 +73,7 @@ async def test_what_no_program_can_be_given_is_a_result() -> None:
 
 @pytest.mark.asyncio
 async def test_no_command_keeps_later_ones_from_an_answer() -> None:
-    async with Room(limits=replace(ROOM_LIMITS, processes=30, disk_mib=8, memory_mib=256)) as room:
+    async with Room(limits=replace(ROOM_LIMITS, processes=30, disk_mib=8, memory_mib=512)) as room:
         # No place for files, signals to process 1, outputs kept open, and one that has no end.
         await _bash(room, "head -c 400M /dev/zero > /run/room/x; chmod 000 /run/room /tmp /run")
         await _bash(room, "head -c 16M /dev/zero > /x; kill -INT 1; kill -TERM 1; kill -HUP 1")
