@@ -18,7 +18,6 @@ def find_sources(folder: Path, pattern: str) -> list[tuple[str, Path]]:
     """Returns what a COPY names: the name of each, and the file or folder, links followed.
 
     Args:
-        folder: Task's environment folder.
         pattern: Path below it, with Docker's wildcards; `.` is the folder itself.
 
     Raises:
