@@ -96,6 +96,16 @@ async def test_no_command_keeps_later_ones_from_an_answer() -> None:
 
 
 @pytest.mark.asyncio
+async def test_commands_are_answered_while_another_stops_all_processes() -> None:
+    stop = "import os\nos.setsid()\nwhile 1:\n try: os.kill(-1, 19)\n except OSError: 0"
+    async with Room() as room:
+        await room.run(["bash", "-c", f'python3 -c "{stop}" & sleep 60'], timeout_s=0.5)
+        for _ in range(8):
+            result = await room.run(["true"], timeout_s=0.5)
+            assert result.return_code in (0, -9)
+
+
+@pytest.mark.asyncio
 async def test_the_end_of_its_time_ends_all_process_groups_of_a_command() -> None:
     marks = [f"3{digit}.{os.getpid()}" for digit in (1, 2, 3)]
     group, session, command = (f"sleep {mark}" for mark in marks)

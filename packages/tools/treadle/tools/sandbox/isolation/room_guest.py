@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing import IO, Any
 
 _WATCH_S = 0.25
+_STOPPED_S = 1.0
 _CHUNK = 1 << 16
 _PART = 3 << 18  # its base64 needs no padding
 _MOST_PASSES = 100
@@ -62,6 +63,8 @@ def serve(settings: dict[str, Any], excess: Callable[[dict[str, Any]], str | Non
     for name, value in settings["rlimits"].items():
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
     os.nice(settings["nice"])
+    # With vfork, a command that is stopped before its program begins would stop this process.
+    subprocess._USE_VFORK = False  # type: ignore[attr-defined]
     commands = _Commands(settings)
     threading.Thread(target=_watch, args=(settings, excess, commands), daemon=True).start()
     sys.stdout.write('{"ready": true}\n')
@@ -268,23 +271,34 @@ def _pids() -> list[int]:
 def _kill_session(session: int) -> None:
     """Ends a session's processes, again while there are new ones, up to `_MOST_PASSES` times."""
     for _ in range(_MOST_PASSES):
-        members = [pid for pid in _pids() if _session(pid) == session]
+        members = [pid for pid in _pids() if _about(pid)[2] == session]
         if not members:
             return
         for pid in members:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            _kill(pid)
         time.sleep(0.001)
 
 
-def _session(pid: int) -> int | None:
-    """Returns the session of a process that has not ended."""
+def _kill_stopped(commands: set[int]) -> None:
+    """Ends a child that another process stopped before its program began."""
+    for pid in set(_pids()) - commands:
+        if _about(pid)[:2] == (b"T", os.getpid()):
+            _kill(pid)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def _about(pid: int) -> tuple[bytes, int, int]:
+    """Returns state, parent and session of a process; zeros if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state, _, _, session = file.read().rpartition(b")")[2].split()[:4]
+            state, parent, _, session = file.read().rpartition(b")")[2].split()[:4]
     except (OSError, ValueError):  # it ended meanwhile
-        return None
-    return None if state in b"ZX" else int(session)
+        return b"X", 0, 0
+    return (state, 0, 0) if state in b"ZX" else (state, int(parent), int(session))
 
 
 def _watch(
@@ -297,7 +311,12 @@ def _watch(
             sys.stderr.write(f"{over}\n")
             sys.stderr.flush()
             os._exit(1)
-        with commands.starting:
-            for pid in set(_pids()) - commands.pids():
-                with contextlib.suppress(ChildProcessError):  # another's, which collects it
-                    os.waitpid(pid, os.WNOHANG)
+        if commands.starting.acquire(timeout=_STOPPED_S):
+            try:
+                for pid in set(_pids()) - commands.pids():
+                    with contextlib.suppress(ChildProcessError):  # another's, which collects it
+                        os.waitpid(pid, os.WNOHANG)
+            finally:
+                commands.starting.release()
+        else:
+            _kill_stopped(commands.pids())
