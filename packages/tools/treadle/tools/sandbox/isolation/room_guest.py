@@ -64,7 +64,7 @@ def serve(settings: dict[str, Any], excess: Callable[[dict[str, Any]], str | Non
         resource.setrlimit(getattr(resource, "RLIMIT_" + name), (value, value))
     os.nice(settings["nice"])
     # With vfork, a command that is stopped before its program begins would stop this process.
-    subprocess._USE_VFORK = False  # type: ignore[attr-defined]
+    subprocess._USE_VFORK = False  # type: ignore[misc]
     commands = _Commands(settings)
     threading.Thread(target=_watch, args=(settings, excess, commands), daemon=True).start()
     sys.stdout.write('{"ready": true}\n')
