@@ -30,16 +30,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 from treadle.agent_loop import SetupError
 from treadle.tools.sandbox.execution import SandboxError
-from treadle.tools.sandbox.isolation.bubblewrap import (
-    ROOM_OUTPUTS,
-    Bubblewrap,
-    explain,
-    find_bubblewraps,
-)
+from treadle.tools.sandbox.isolation.bubblewrap import Bubblewrap, explain, find_bubblewraps
 from treadle.tools.sandbox.isolation.cgroups import Cgroup, Cgroups, own_cgroup
 from treadle.tools.sandbox.isolation.host_files import find_root_files
 from treadle.tools.sandbox.isolation.seccomp import compile_filter
@@ -49,11 +45,14 @@ ROOM_LIMITS: Final = SandboxLimits(
     memory_mib=2048, processes=512, disk_mib=1024, entries=200_000, open_files=1024
 )
 """The limits of a room: more than those of one program, less than those of a container."""
-_ENVIRONMENT: Final = {
-    "HOME": "/root",
-    "LANG": "C.UTF-8",
-    "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-}
+ROOM_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "HOME": "/root",
+        "LANG": "C.UTF-8",
+        "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+    }
+)
+"""The environment that every command of a room has."""
 _ISOLATION: Final = Path(__file__).with_name("isolation")
 _START_TIMEOUT_S: Final = 60.0
 _NO_WORDS: Final = "it gave no reason"
@@ -136,9 +135,11 @@ class Room:
         """Runs a command to its end; what it leaves running stays.
 
         Args:
-            argv: Program and arguments; no shell. A program that is not there is return code 126.
+            argv: Program and arguments; no shell. A command that cannot begin is return code 126,
+                with the reason on stderr: no such program, no process left, a NUL in an argument.
             environment: In addition to HOME, LANG and PATH.
-            timeout_s: Wall-clock seconds until its session is ended; None: no limit.
+            timeout_s: Wall-clock seconds until every process of its session is ended; None: no
+                limit. Processes that began a session of their own (`setsid`) stay.
 
         Raises:
             SandboxError: The room is over a limit or closed, or the command printed too much.
@@ -146,12 +147,16 @@ class Room:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing():
             raise SandboxError("the room is closed")
+        if problem := _problem(argv, cwd, environment or {}):
+            return RoomResult(
+                return_code=126, stdout=b"", stderr=f"{problem}\n".encode(), timed_out=False
+            )
         number = next(self._numbers)
         command = {
             "id": number,
             "argv": list(argv),
             "cwd": cwd,
-            "env": {**_ENVIRONMENT, **(environment or {})},
+            "env": {**ROOM_ENVIRONMENT, **(environment or {})},
             "timeout_s": timeout_s,
             "stdin": base64.b64encode(stdin).decode(),
         }
@@ -221,7 +226,6 @@ class Room:
             "memory_bytes": limits.memory_mib << 20,
             "max_entries": limits.entries,
             "max_output": _MAX_OUTPUT,
-            "outputs": ROOM_OUTPUTS,
         }
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
@@ -271,6 +275,22 @@ class Room:
 async def _last_words(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     return (await process.stderr.read(4096)).decode(errors="replace").strip()
+
+
+def _problem(argv: Sequence[str], cwd: str, environment: Mapping[str, str]) -> str | None:
+    """Returns why no program can be given this, if so."""
+    if not argv:
+        return "the command is empty"
+    given = [("argument", text) for text in argv] + [("working directory", cwd)]
+    given += [("environment variable", f"{name}={value}") for name, value in environment.items()]
+    for what, text in given:
+        try:
+            nul = b"\0" in text.encode()
+        except UnicodeEncodeError:
+            return f"the {what} {text!a:.80} has half of a surrogate pair, which is no text"
+        if nul:
+            return f"the {what} {text!r:.80} has a NUL character, which no program can be given"
+    return None
 
 
 def _result(answer: Mapping[str, Any]) -> RoomResult:

@@ -56,6 +56,68 @@ async def test_a_command_that_cannot_end_or_begin_is_a_result() -> None:
 
 
 @pytest.mark.asyncio
+async def test_what_no_program_can_be_given_is_a_result() -> None:
+    async with Room() as room:
+        for argv, environment, problem in (
+            (["echo", "a\0b"], {}, b"the argument 'a\\x00b' has a NUL character"),
+            (["echo", "\ud83d"], {}, b"'\\ud83d' has half of a surrogate pair"),
+            (["true"], {"A": "a\0"}, b"the environment variable 'A=a\\x00' has a NUL character"),
+            (["true"], {"A=B": "x"}, b"illegal environment variable name"),  # process 1's answer
+            ([], {}, b"the command is empty"),
+            (["echo", "x" * (1 << 20)], {}, b"Argument list too long"),
+        ):
+            result = await room.run(argv, environment=environment)
+            assert result.return_code == 126 and problem in result.stderr, result
+        assert await _bash(room, "echo still") == (0, "still")
+
+
+@pytest.mark.asyncio
+async def test_no_command_keeps_later_ones_from_an_answer() -> None:
+    async with Room(limits=replace(ROOM_LIMITS, processes=30, disk_mib=8, memory_mib=512)) as room:
+        # No place for files, signals to process 1, outputs kept open, and one that has no end.
+        await _bash(room, "head -c 400M /dev/zero > /run/room/x; chmod 000 /run/room /tmp /run")
+        await _bash(room, "head -c 16M /dev/zero > /x; kill -INT 1; kill -TERM 1; kill -HUP 1")
+        for _ in range(12):
+            await _bash(room, "sleep 60 &")
+        assert await _bash(room, "yes & echo still") == (0, "still")
+        assert (await room.run(["cat"], stdin=b"x" * (1 << 20))).stdout == b"x" * (1 << 20)
+        unread = await room.run(["true"], stdin=b"x" * (1 << 20))
+        assert (unread.return_code, unread.stdout, unread.stderr) == (0, b"", b"")
+        start = (
+            "import os, time\nwhile True:\n  try: os.fork() or time.sleep(60)\n  except OSError: 0"
+        )
+        filling = asyncio.create_task(room.run(["python3", "-c", start], timeout_s=1))
+        while not (full := await room.run(["true"])).return_code:
+            pass
+        assert full.return_code == 126 and b"at its limit of 30 processes" in full.stderr
+        assert (await filling).timed_out
+        with pytest.raises(SandboxError, match="printed more than 64 MiB"):
+            await _bash(room, "exec head -c 70M /dev/zero")
+
+
+@pytest.mark.asyncio
+async def test_commands_are_answered_while_another_stops_all_processes() -> None:
+    stop = "import os\nos.setsid()\nwhile 1:\n try: os.kill(-1, 19)\n except OSError: 0"
+    async with Room() as room:
+        await room.run(["bash", "-c", f'python3 -c "{stop}" & sleep 60'], timeout_s=0.5)
+        for _ in range(8):
+            result = await room.run(["true"], timeout_s=0.5)
+            assert result.return_code in (0, -9)
+
+
+@pytest.mark.asyncio
+async def test_the_end_of_its_time_ends_all_process_groups_of_a_command() -> None:
+    marks = [f"3{digit}.{os.getpid()}" for digit in (1, 2, 3)]
+    group, session, command = (f"sleep {mark}" for mark in marks)
+    async with Room() as room:
+        ready = "trap '' INT; set -m"
+        script = f"{ready}; {group} & setsid {session} & {command}"
+        assert (await room.run(["bash", "-c", script], timeout_s=0.5)).timed_out
+        assert [_running(mark) for mark in marks] == [False, True, False]
+    assert not _running(marks[1])
+
+
+@pytest.mark.asyncio
 async def test_the_host_is_out_of_reach() -> None:
     secret = Path.home() / ".treadle_room_test"
     secret.write_text("secret")

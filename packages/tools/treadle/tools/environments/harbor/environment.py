@@ -10,9 +10,7 @@ run as user 0; a task that needs another user is refused.
 from __future__ import annotations
 
 import asyncio
-import io
 import shlex
-import tarfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -20,12 +18,12 @@ from harbor.environments.base import (
     BaseEnvironment,
     ExecResult,
     SandboxBuildFailedError,
-    transfer_tar_filter,
 )
 from harbor.environments.capabilities import EnvironmentCapabilities
 from harbor.models.task.config import NetworkMode
 
-from treadle.tools.environments.harbor.image import BuildStep, read_image
+from treadle.tools.environments.harbor.files import find_sources, pack, pack_command, unpack
+from treadle.tools.environments.harbor.image import BuildStep, UnsupportedTaskError, read_image
 from treadle.tools.sandbox.limits import SandboxLimits
 from treadle.tools.sandbox.room import ROOM_LIMITS, Room
 
@@ -124,11 +122,11 @@ class SandboxEnvironment(BaseEnvironment):
     async def upload_file(self, source_path: Path | str, target_path: str) -> None:
         """Copies a file into the room."""
         target = PurePosixPath(target_path)
-        await self._unpack(_packed({target.name: Path(source_path)}), str(target.parent))
+        await self._unpack(pack(target.name, Path(source_path)), str(target.parent))
 
     async def upload_dir(self, source_dir: Path | str, target_dir: str) -> None:
         """Copies what a folder holds into one of the room."""
-        await self._unpack(_packed({".": Path(source_dir)}), target_dir)
+        await self._unpack(pack(".", Path(source_dir)), target_dir)
 
     async def download_file(self, source_path: str, target_path: Path | str) -> None:
         """Copies a file out of the room."""
@@ -136,9 +134,12 @@ class SandboxEnvironment(BaseEnvironment):
         await asyncio.to_thread(_write, Path(target_path), data)
 
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
-        """Copies what a folder of the room holds; special files are left out."""
-        data = await self._read(["tar", "-c", "-C", source_dir, "."])
-        await asyncio.to_thread(_unpacked, data, Path(target_dir))
+        """Copies what a folder of the room holds.
+
+        Special files, unreadable ones and links that lead out of it are left out.
+        """
+        data = await self._read(pack_command(source_dir), accepted=(0, 1))
+        await asyncio.to_thread(unpack, data, Path(target_dir))
 
     @property
     def _opened(self) -> Room:
@@ -162,16 +163,15 @@ class SandboxEnvironment(BaseEnvironment):
             return
         *sources, target = step.copied
         for pattern in sources:
-            found = sorted(self.environment_dir.glob(pattern.strip("/"))) or []
-            if pattern.strip("./") == "":
-                found = [self.environment_dir]
-            if not found:
-                raise SandboxBuildFailedError(f"{step.text!r:.200}: there is no {pattern}")
-            for path in found:
+            try:
+                found = find_sources(self.environment_dir, pattern)
+            except UnsupportedTaskError as error:
+                raise SandboxBuildFailedError(f"{step.text!r:.200}: {error}") from error
+            for name, path in found:
                 if path.is_dir():
                     await self.upload_dir(path, target)
                 elif target.endswith("/") or await self.is_dir(target):
-                    await self.upload_file(path, f"{target.rstrip('/')}/{path.name}")
+                    await self.upload_file(path, f"{target.rstrip('/')}/{name}")
                 else:
                     await self.upload_file(path, target)
 
@@ -182,9 +182,9 @@ class SandboxEnvironment(BaseEnvironment):
         if result.return_code:
             raise RuntimeError(f"cannot upload to {target}: {result.stderr.decode()[-500:]}")
 
-    async def _read(self, argv: list[str]) -> bytes:
+    async def _read(self, argv: list[str], accepted: tuple[int, ...] = (0,)) -> bytes:
         result = await self._opened.run(argv)
-        if result.return_code:
+        if result.return_code not in accepted:
             raise FileNotFoundError(f"cannot download: {result.stderr.decode()[-500:]}")
         return result.stdout
 
@@ -192,18 +192,3 @@ class SandboxEnvironment(BaseEnvironment):
 def _write(target: Path, data: bytes) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_bytes(data)
-
-
-def _unpacked(data: bytes, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-        archive.extractall(target, filter=transfer_tar_filter)
-
-
-def _packed(files: dict[str, Path]) -> bytes:
-    """Returns an archive of files and folders, each by its name in it."""
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for name, path in files.items():
-            archive.add(path, arcname=name)
-    return buffer.getvalue()

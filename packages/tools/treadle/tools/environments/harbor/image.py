@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Final
+
+from treadle.tools.sandbox.room import ROOM_ENVIRONMENT
 
 _PLAIN: Final = re.compile(
     r"(docker\.io/)?(library/)?(buildpack-deps|debian|python|ubuntu)(:[\w.-]+)?"
@@ -30,6 +31,11 @@ _PART_OF_APT: Final = re.compile(
     r"apt(-get)?( -\S+)* (update|clean|autoremove)( -\S+)*|rm -rf /var/lib/apt/lists/?\*?"
 )
 _APT_INSTALL: Final = re.compile(r"(?:\w+=\w+ )?apt(?:-get)?(?: -\S+)* install (.+)")
+_WORD: Final = re.compile(
+    r"(?P<space>\s+)|'(?P<raw>[^']*)'|\\(?P<escaped>.)|(?P<quote>\")|\$(?P<name>\w+)"
+    r"|\$\{(?P<long>\w+)(?:(?P<operator>:?[-+])(?P<other>[^{}$'\"\\]*))?\}|(?P<plain>.)",
+    re.DOTALL,
+)
 
 
 class UnsupportedTaskError(ValueError):
@@ -92,17 +98,31 @@ def read_image(
     instructions = list(_instructions(dockerfile.read_text()))
     if [name for name, _ in instructions].count("FROM") != 1:
         raise UnsupportedTaskError("its Dockerfile has not one FROM, and stages are not built")
+    ignore = [path.name for path in sorted(folder.glob("*.dockerignore"))]
     for name, value in instructions:
         text = f"{name} {value}"
-        shown = _expanded(value, environment)
+        variables = {**ROOM_ENVIRONMENT, **environment}
         if name == "FROM":
-            _check_base(text, value, images)
+            _check_base(text, " ".join(_words(text, value, variables)), images)
         elif name == "WORKDIR":
-            workdir = str(PurePosixPath(workdir) / shown.strip("\"'"))
+            workdir = str(
+                PurePosixPath(workdir) / "".join(_words(text, value, variables, split=False))
+            )
         elif name in ("ENV", "ARG"):
-            environment |= _variables(shown)
+            environment |= _assigned(text, value, variables)
         elif name in ("COPY", "ADD"):
-            copied = _copied(text, shown, workdir)
+            if ignore:
+                raise UnsupportedTaskError(
+                    f"its environment folder has a {ignore[0]}, which is not supported with "
+                    f"{text!r:.80}: remove the file, or copy by names"
+                )
+            listed = _json_words(value)
+            given = [
+                word
+                for part in ([value] if listed is None else listed)
+                for word in _words(text, part, variables, split=listed is None)
+            ]
+            copied = _copied(text, given, workdir)
             steps.append(
                 BuildStep(text=text, copied=copied, workdir=workdir, environment=dict(environment))
             )
@@ -149,24 +169,77 @@ def _instructions(text: str) -> Iterator[tuple[str, str]]:
             name, _, value = line.strip().partition(" ")
             if "<<" in value and name.upper() in ("RUN", "COPY", "ADD"):
                 raise UnsupportedTaskError(f"its Dockerfile has a here-document: {line!r:.80}")
-            yield name.upper(), " ".join(value.split()) if name.upper() != "RUN" else value.strip()
+            yield name.upper(), value.strip()
 
 
-def _expanded(value: str, environment: Mapping[str, str]) -> str:
-    return re.sub(
-        r"\$(\w+)|\$\{(\w+)\}", lambda m: environment.get(m.group(1) or m.group(2), ""), value
-    )
+def _words(text: str, value: str, variables: Mapping[str, str], *, split: bool = True) -> list[str]:
+    """Returns the words of an instruction's value, with variables and quotes as Docker reads them.
+
+    Args:
+        split: Whether blanks outside quotes end a word.
+
+    Raises:
+        UnsupportedTaskError: A quote is open, or it has a `${` of another form.
+    """
+    words, word, quoted, at = list[str](), "", False, 0
+    begun = False
+    while match := _WORD.match(value, at):
+        kind, part, at = match.lastgroup, match[0], match.end()
+        if kind == "space" and split and not quoted:
+            words += [word] if begun else []
+            word, begun = "", False
+            continue
+        begun = True
+        if kind == "quote":
+            quoted = not quoted
+        elif part.startswith("'") and quoted:
+            word, at = word + "'", match.start() + 1
+        elif kind == "raw":
+            word += match["raw"]
+        elif kind == "escaped":
+            word += part if quoted and match["escaped"] not in '"$\\' else match["escaped"]
+        elif part.startswith("${") or kind == "name":
+            word += _value(match, variables)
+        elif part == "'" or (part == "$" and value[at : at + 1] == "{"):
+            problem = "a quote that does not end" if part == "'" else "a ${ of an unknown form"
+            raise UnsupportedTaskError(f"its Dockerfile has {text!r:.80}: it has {problem}")
+        else:
+            word += part
+    if quoted:
+        raise UnsupportedTaskError(
+            f"its Dockerfile has {text!r:.80}: it has a quote that does not end"
+        )
+    return [*words, word] if begun else words
 
 
-def _variables(value: str) -> dict[str, str]:
-    name, separator, rest = value.partition(" ")
-    if separator and "=" not in name:  # the old form, ENV NAME VALUE
-        return {name: rest.strip()}
-    return dict(part.split("=", 1) for part in shlex.split(value) if "=" in part)
+def _value(match: re.Match[str], variables: Mapping[str, str]) -> str:
+    """Returns what `$NAME`, `${NAME}` or one of `${NAME:-other}`, `-`, `:+` and `+` stands for."""
+    name, operator = match["name"] or match["long"], match["operator"] or ""
+    there = variables.get(name, "") != "" if ":" in operator else name in variables
+    if operator.endswith("+"):
+        return match["other"] if there else ""
+    return variables.get(name, "") if there or not operator else match["other"]
 
 
-def _copied(text: str, value: str, workdir: str) -> tuple[str, ...]:
-    given = json.loads(value) if value.startswith("[") else shlex.split(value)
+def _assigned(text: str, value: str, variables: Mapping[str, str]) -> dict[str, str]:
+    name, *rest = value.split(maxsplit=1) or [""]
+    if rest and "=" not in name:  # the old form, ENV NAME VALUE
+        return {name: "".join(_words(text, rest[0], variables, split=False))}
+    return dict(part.split("=", 1) for part in _words(text, value, variables) if "=" in part)
+
+
+def _json_words(value: str) -> list[str] | None:
+    """Returns the words of the JSON form; None: it is the shell form, which may begin with `[`."""
+    try:
+        words = json.loads(value) if value.startswith("[") else None
+    except ValueError:
+        return None
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return None
+    return words
+
+
+def _copied(text: str, given: Sequence[str], workdir: str) -> tuple[str, ...]:
     names = [name for name in given if not name.startswith(("--chown=", "--chmod="))]
     sources, target = names[:-1], names[-1] if names else ""
     refused = [n for n in sources if "://" in n or n.startswith("--") or ".." in n.split("/")]
@@ -184,7 +257,7 @@ def _run(text: str, value: str, *, network: bool) -> tuple[str, ...]:
     """Returns what is run; nothing if this machine has what it installs."""
     if value.startswith("--"):
         raise UnsupportedTaskError(f"its Dockerfile has {text!r:.80}: flags are not supported")
-    command = tuple(json.loads(value)) if value.startswith("[") else ("/bin/sh", "-c", value)
+    command = tuple(_json_words(value) or ("/bin/sh", "-c", value))
     parts = [" ".join(part.split()) for part in re.split(r"&&|;|\n", value) if part.strip()]
     wanted: list[str] = []
     for part in parts:

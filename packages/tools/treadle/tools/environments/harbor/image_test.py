@@ -11,6 +11,7 @@ from treadle.tools.environments.harbor.image import (
     check_script,
     read_image,
 )
+from treadle.tools.sandbox.room import ROOM_ENVIRONMENT
 
 
 def _read(folder: Path, text: str, *, network: bool = False) -> TaskImage:
@@ -46,6 +47,42 @@ CMD ["sleep", "1"]
     assert read.environment == {"PLACE": "/data", "A": "b c", "OLD": "form of it"}
 
 
+def test_variables_and_quotes_are_read_as_docker_reads_them(tmp_path: Path) -> None:
+    read = _read(
+        tmp_path,
+        """\
+ARG VERSION=3.12
+FROM python:${VERSION}-slim
+ENV PATH="/root/.local/bin:$PATH"
+ENV PLACE=${ROOT:-/data} RAW='$B' ESCAPED=\\$B NONE=$B INNER="it's $HOME \\" \\n" TWO='a b'
+ENV AGAIN=$TWO SET=${TWO:+yes} UNSET=${B:+yes} EMPTY=${NONE:-x} THERE=${NONE-x}
+ENV OLD  "a  b" $TWO
+WORKDIR "${APP:-/app dir}"
+COPY "a $VERSION"   $PLACE/
+COPY ["a b", "$PLACE"]
+RUN [ -f /x ] || echo "${x##*/}"
+""",
+    )
+    assert read.environment == {
+        "VERSION": "3.12",
+        "PATH": f"/root/.local/bin:{ROOM_ENVIRONMENT['PATH']}",
+        **{"PLACE": "/data", "RAW": "$B", "ESCAPED": "$B", "NONE": "", "TWO": "a b"},
+        **{"INNER": "it's /root \" \\n", "AGAIN": "a b", "SET": "yes", "UNSET": ""},
+        **{"EMPTY": "x", "THERE": "", "OLD": "a  b a b"},
+    }
+    copied, listed, ran = read.steps
+    assert listed.copied == ("a b", "/data")
+    assert (copied.copied, copied.workdir) == (("a 3.12", "/data/"), "/app dir")
+    assert ran.command == ("/bin/sh", "-c", '[ -f /x ] || echo "${x##*/}"')
+
+
+def test_files_that_docker_would_leave_out_are_refused(tmp_path: Path) -> None:
+    (tmp_path / ".dockerignore").write_text("secret\n")
+    assert _read(tmp_path, "FROM debian\n").steps == ()
+    with pytest.raises(UnsupportedTaskError, match=r"a \.dockerignore, which is not supported"):
+        _read(tmp_path, "FROM debian\nCOPY . /app\n")
+
+
 def test_packages_that_this_machine_has_are_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +106,10 @@ def test_packages_that_this_machine_has_are_not_installed(
         ("FROM debian\nCOPY ../a b\n", "only files of the task's environment folder"),
         ("FROM debian\nADD https://x/y z\n", "only files of the task's environment folder"),
         ("FROM debian\nADD x.tar.gz /\n", "only files of the task's environment folder"),
+        ("FROM debian\nCOPY a'b /b\n", "COPY a'b /b.: it has a quote that does not end"),
+        ('FROM debian\nENV A="b\n', "it has a quote that does not end"),
+        ("FROM debian\nENV A=${B:?no}\n", r"it has a \$. of an unknown form"),
+        ("FROM debian\nENV A=${B:-${C}}\n", r"it has a \$. of an unknown form"),
         ("FROM debian\nUSER agent\n", "'USER agent', which is not supported"),
         ('FROM debian\nENTRYPOINT ["x"]\n', "which is not supported"),
     ],

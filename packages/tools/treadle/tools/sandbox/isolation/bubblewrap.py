@@ -31,9 +31,6 @@ from treadle.tools.sandbox.limits import SandboxLimits
 
 _USER_INSIDE: Final = 65534
 _STAGE_TIMEOUT_S: Final = 60.0
-ROOM_OUTPUTS: Final = "/run/room"
-"""Where the inputs and outputs of a room's commands are, which a full disk must not lose."""
-_OUTPUTS_MIB: Final = 256
 _ABOUT_THE_HOST: Final = tuple(
     f"/proc/{name}"
     for name in (
@@ -172,7 +169,6 @@ class Bubblewrap:
         command += ["--size", str(self._limits.disk_mib << 20), "--tmpfs", "/", *self._shown()]
         command += ["--proc", "/proc", "--dev", "/dev", *_covers_of_proc()]
         command += _writable("/dev/shm", self._limits.shared_memory_mib)
-        command += _writable(ROOM_OUTPUTS, _OUTPUTS_MIB)
         for path in ("/tmp", "/var/tmp"):
             command += ["--perms", "1777", "--dir", path]
         command += ["--perms", "0700", "--dir", "/root", "--chdir", "/", "--clearenv"]
