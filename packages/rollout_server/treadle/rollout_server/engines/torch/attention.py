@@ -140,8 +140,9 @@ class StepLayout:
             shared = 0
         groups: list[_Group] = []
         first_token = 0
-        for first, stop in _split(spans, shared if cache.shape.is_exact else 0):
-            for block in _blocks(spans[first:stop], cache.shape.is_exact):
+        is_exact = cache.shape.is_exact
+        for first, stop in _split(spans, shared if is_exact else 0, is_exact=is_exact):
+            for block in _blocks(spans[first:stop], is_exact):
                 group = _make_group(cache, block, first, first_token, queries_per_head, shared)
                 first_token = group.tokens.stop
                 groups.append(group)
@@ -154,8 +155,13 @@ class StepLayout:
         )
 
 
-def _split(spans: Sequence[RowSpan], shared: int) -> list[tuple[int, int]]:
-    """Splits rows into runs; a row starts a new run where padding would cost more than a call."""
+def _split(
+    spans: Sequence[RowSpan], shared: int, *, is_exact: bool = False
+) -> list[tuple[int, int]]:
+    """Splits rows into runs; a row starts a new run where padding would cost more than a call.
+
+    In an exact cache also where a row has more queries than a block.
+    """
     call_cost = _SHARED_CALL_COST if shared else _CALL_COST
 
     def own(span: RowSpan) -> int:
@@ -171,7 +177,7 @@ def _split(spans: Sequence[RowSpan], shared: int) -> list[tuple[int, int]]:
         joint_queries, joint_length = max(queries, span.num_tokens), max(length, own(span))
         joint = (row - first + 1) * joint_queries * joint_length
         apart = (row - first) * queries * length + span.num_tokens * own(span)
-        if joint > apart + call_cost or joint_queries > _BLOCK:
+        if joint > apart + call_cost or (is_exact and joint_queries > _BLOCK):
             runs.append((first, row))
             first, queries, length = row, span.num_tokens, own(span)
         else:
