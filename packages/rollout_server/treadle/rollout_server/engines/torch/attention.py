@@ -10,11 +10,10 @@ In an exact cache, for float32 on a CPU, the bits of a token's results do not de
 step computes: on other rows, on how many tokens of its own sequence are read with it, on whether a
 prefix is shared. So drafts change no log-probability. Two rules give that, with kernels whose sum
 for an element has the same order for any four or more rows (MKL's; `attention_test.py` holds each
-machine to it). Their padding and calls cost a fifth to a half of a pass of the demo's model:
+machine to it). Their padding and calls cost 15 to 60 % of a pass of the demo's model, by its batch:
 
 - No matrix has fewer than four rows, or eight for each of several threads; a smaller one repeats
-  its last. Activations have a multiple of four, so that vectors cover them: torch computes the rest
-  of a SiLU in another way.
+  its last. Activations are computed in whole vectors (`activations.py`).
 - A sum over positions is one of chunks of `CHUNK` positions from 0 on, added in their order, and a
   softmax is over a multiple of `LENGTH_UNIT`. A masked position has weight zero, so the zeros after
   a sequence's end change no bit.

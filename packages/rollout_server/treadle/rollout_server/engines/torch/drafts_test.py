@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from treadle.rollout_server.engine import (
     EngineRequest,
@@ -166,3 +167,24 @@ async def test_a_state_that_cannot_be_cut_back_is_refused(model_dir: ModelDir) -
     with pytest.raises(ValueError, match=r"model\.max_draft_tokens: this model has a state"):
         async with serving(model_dir("qwen3_next"), max_draft_tokens=1):
             pass
+
+
+@pytest.mark.asyncio
+async def test_the_same_bits_in_every_batch_are_refused_of_a_model_with_experts(
+    model_dir: ModelDir,
+) -> None:
+    with pytest.raises(ValueError, match=r"model\.batch_invariant: the model has experts.*leave"):
+        async with serving(model_dir("qwen3_moe"), batch_invariant=True):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_the_same_bits_in_every_batch_are_refused_without_mkl(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"model\.batch_invariant: .*with MKL"):
+        async with serving(model_dir(), batch_invariant=True):
+            pass
+    async with serving(model_dir(), max_draft_tokens=1) as engine:
+        assert (await complete(engine, [5, 6, 7])).ids
