@@ -310,9 +310,10 @@ class EngineCore:
         self._started += 1
 
     def _propose(self, drafter: Drafter) -> None:
-        """Sets the draft of every running sequence, within its limits and those of a step."""
+        """Sets the draft of every running sequence, out of what prompts leave of a step."""
         running = self._scheduler.running
-        room = self._scheduler.max_step_tokens // max(len(running), 1) - 1
+        spare = self._scheduler.max_step_tokens - sum(one.num_uncached for one in running)
+        room = max(spare, 0) // max(len(running), 1)
         for sequence in running:
             assert sequence.drafting is not None
             left = _left(sequence, self._model.info.context_length)

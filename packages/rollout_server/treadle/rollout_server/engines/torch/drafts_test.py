@@ -17,7 +17,9 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
+from treadle.rollout_server.engines.torch import core
 from treadle.rollout_server.engines.torch.engine import TorchEngine
+from treadle.rollout_server.engines.torch.scheduler import ScheduledIds, Scheduler
 from treadle.rollout_server.engines.torch.testing.text_model import (
     LONG,
     ModelDir,
@@ -27,6 +29,7 @@ from treadle.rollout_server.engines.torch.testing.text_model import (
     prompts,
     request,
     serving,
+    submitted,
     weights_of,
 )
 
@@ -160,6 +163,35 @@ async def test_a_caller_that_leaves_changes_no_other_sequence(model_dir: ModelDi
         assert await others == alone
         counters = engine.counters
         assert (counters.running, counters.aborted) == (0, 1)
+
+
+@pytest.mark.asyncio
+async def test_a_prompt_is_read_as_if_nothing_were_drafted(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[bool, int]] = []
+    plan = Scheduler.plan
+
+    def recorded(scheduler: Scheduler) -> list[ScheduledIds]:
+        work = plan(scheduler)
+        unread = sum(one.num_uncached for one in scheduler.running) > scheduler.max_step_tokens
+        drafted = sum(max(0, ids - one.num_uncached) for one, ids in work)
+        steps.append((unread, drafted))
+        return work
+
+    monkeypatch.setattr(core, "_STEP_TOKENS", 24)
+    monkeypatch.setattr(Scheduler, "plan", recorded)
+    async with serving(model_dir(), max_draft_tokens=7) as engine:
+        await complete(engine, [5, 6, 7], LONG)
+        events, stream = await paused_in_flight(engine, InFlightPolicy.CONTINUE)
+        late = asyncio.ensure_future(complete(engine, prompts(1, shared=200)[0]))
+        await submitted(engine)
+        await engine.resume()
+        assert collected([*events, *[event async for event in stream]]).ids
+        await late
+    assert sum(unread for unread, _ in steps) > 5
+    assert not any(drafted for unread, drafted in steps if unread)
+    assert any(drafted for _, drafted in steps)
 
 
 @pytest.mark.asyncio
