@@ -9,8 +9,8 @@ read in chunks next to decoding sequences, and drafts next to last tokens.
 In an exact cache, for float32 on a CPU, the bits of a token's results do not depend on what else a
 step computes: on other rows, on how many tokens of its own sequence are read with it, on whether a
 prefix is shared. So drafts change no log-probability. Two rules give that, with kernels whose sum
-for an element has the same order for any four or more rows (MKL's; `attention_test.py` holds each
-machine to it). Their padding and calls cost 15 to 60 % of a pass of the demo's model, by its batch:
+for an element has the same order for any four or more rows (those of MKL; `exact_test.py` compares
+whole models). Their padding and calls cost 15 to 60 % of a pass of the demo's model, by its batch:
 
 - No matrix has fewer than four rows, or eight for each of several threads; a smaller one repeats
   its last. Activations are computed in whole vectors (`activations.py`).
