@@ -57,8 +57,8 @@ class ServedModelConfig(_Model):
         ge=0,
         le=32,
         description="Maximum number of tokens that the torch engine drafts per sequence in a pass, "
-        "out of texts that it has seen; output is that without drafts in float32 on a CPU, and up to "
-        "rounding elsewhere. 0: none.",
+        "out of texts that it has seen; output is that without drafts in float32 on a CPU, and up "
+        "to rounding elsewhere. 0: none.",
     )
     batch_invariant: bool = Field(
         default=False,

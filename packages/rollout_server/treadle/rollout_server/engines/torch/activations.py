@@ -20,7 +20,7 @@ def make_exact(model: torch.nn.Module) -> None:
     for module in model.modules():
         if type(module).__module__ in (torch.nn.SiLU.__module__, "transformers.activations"):
             forward: Any = module.forward
-            module.forward = partial(exact, forward)  # type: ignore[method-assign]
+            module.forward = partial(exact, forward)
 
 
 def exact(activation: Any, values: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ def check_model(architecture: str, directory: Path, *, on_cpu: bool) -> None:
 
     Args:
         architecture: Name of the model's class, for the message.
-        directory: Model directory with ``config.json``.
+        directory: Directory of the model, which has ``config.json``.
         on_cpu: Whether this build of vLLM computes on the CPU.
 
     Raises:
