@@ -5,12 +5,16 @@ An engine without torch can so describe a model, and a server can name its token
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from treadle.rollout_server.engine import ModelInfo, TensorSpec
 from treadle.rollout_server.safetensors_file import read_header
+
+_EXPERTS_KEY = re.compile(r"(\w+_)?(n|num)_((local|routed)_)?experts")
+"""Names that families have for the number of a layer's experts."""
 
 
 def tokenizer_sha256(directory: Path) -> bytes:
@@ -53,6 +57,27 @@ def read_model(directory: Path, *, context_length: int | None = None) -> ModelIn
         tokenizer_sha256=tokenizer_sha256(directory),
         **_experts(config),
     )
+
+
+def has_experts(directory: Path) -> bool:
+    """Returns whether a model of any family has routed experts, by its ``config.json``.
+
+    Raises:
+        OSError: There is no ``config.json``.
+    """
+    return _counts_experts(json.loads((directory / "config.json").read_text()))
+
+
+def _counts_experts(config: Mapping[str, Any]) -> bool:
+    for key, value in config.items():
+        if isinstance(value, dict):  # Of the text model of a vision model, or of its layers.
+            if _counts_experts(value):
+                return True
+        elif _EXPERTS_KEY.fullmatch(key):  # A list has a number for each layer.
+            numbers = value if isinstance(value, list) else [value]
+            if any(isinstance(number, int) and number > 0 for number in numbers):
+                return True
+    return False
 
 
 def _experts(config: Mapping[str, Any]) -> dict[str, int]:

@@ -57,12 +57,13 @@ class ServedModelConfig(_Model):
         ge=0,
         le=32,
         description="Maximum number of tokens that the torch engine drafts per sequence in a pass, "
-        "out of texts that it has seen; output is that without drafts. 0: none.",
+        "out of texts that it has seen; output is that without drafts in float32 on a CPU, and up "
+        "to rounding elsewhere. 0: none.",
     )
     batch_invariant: bool = Field(
         default=False,
         description="The torch engine gives a token the same bits whatever else it computes, in "
-        "float32 on a CPU; on with drafts.",
+        "float32 on a CPU with MKL; not for models with experts. On with drafts where it can be.",
     )
     image_cache_bytes: int = Field(
         default=256 << 20,

@@ -110,10 +110,11 @@ class RolloutConfig(Section):
     max_draft_tokens: Annotated[int, Field(ge=0, le=32)] = 0
     """Maximum number of tokens that the torch engine drafts per sequence in a pass of the model,
     out of texts that it has seen: the session's own, other samples of its prompt, earlier rollouts
-    of the row. Sampled tokens are those without drafts. 0: none."""
+    of the row. Output is that without drafts in float32 on a CPU, and up to rounding elsewhere.
+    0: none."""
     batch_invariant: bool = False
-    """The torch engine gives a token the same bits whatever else it computes at a time. It needs
-    float32 on a CPU, where it is on with drafts."""
+    """The torch engine gives a token the same bits whatever else it computes at a time, in float32
+    on a CPU with MKL; not for models with experts. On with drafts where it can be."""
     engine_args: Mapping[str, JsonValue] = {}
     """Further engine arguments (vllm: AsyncEngineArgs, sglang: ServerArgs) that no key here sets;
     the server rejects arguments that its engine does not have."""

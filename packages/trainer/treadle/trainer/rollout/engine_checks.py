@@ -15,7 +15,7 @@ from treadle.trainer.rollout.server_process import engine_settings
 
 __all__ = ["check_engine_settings", "check_row_features", "check_training_features"]
 
-# Per engine, the settings that it lacks, and what to do instead. The fake engine ignores them all.
+# Per engine, the settings that it lacks, and what to do instead.
 _TORCH_ALONE: Final = dict.fromkeys(
     ("max_draft_tokens", "batch_invariant"), "set rollout.name=torch, or leave it out"
 )
@@ -32,6 +32,7 @@ _LACKING: Final[Mapping[str, Mapping[str, str]]] = {
     "vllm": _TORCH_ALONE,
     "vllm_stock": _TORCH_ALONE,
     "sglang": _TORCH_ALONE,
+    "fake": _TORCH_ALONE,
 }
 
 

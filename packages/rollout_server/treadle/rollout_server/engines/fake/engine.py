@@ -398,15 +398,23 @@ def _blocks(
     yield from prefix.extend(request.prompt[done:])
 
 
+_UNSUPPORTED = {
+    "engine_args": "leave it out, it has none",
+    "model.max_draft_tokens": "only the torch engine drafts, leave it out",
+    "model.batch_invariant": "only the torch engine has it, leave it out",
+}
+"""Keys that the engine does not support -> what to do instead."""
+
+
 async def create(config: ServerConfig) -> FakeEngine:
     """Builds the engine of a configuration; with `model.path` it claims to have that model.
 
     It stands in for any engine, so it accepts and ignores the keys of `model` about hardware.
 
     Raises:
-        ValueError: `engine_args` is set.
+        ValueError: A key that it has no counterpart for is set.
     """
-    reject_unsupported(config, "fake", {"engine_args": "leave it out, it has none"})
+    reject_unsupported(config, "fake", _UNSUPPORTED)
     path = config.model.path
     if path is None:
         model = ModelInfo(

@@ -7,6 +7,7 @@ import pytest
 from treadle.conformance.contracts.image_contract import ImageContract
 from treadle.conformance.contracts.in_process_contract import InProcessContract
 from treadle.conformance.contracts.reader import Reader, request, run
+from treadle.rollout_server.config.schema import ServedModelConfig, ServerConfig
 from treadle.rollout_server.engine import (
     ElementType,
     Engine,
@@ -21,7 +22,7 @@ from treadle.rollout_server.engine import (
     Started,
     TensorSpec,
 )
-from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency
+from treadle.rollout_server.engines.fake.engine import FakeEngine, FakeLatency, create
 from treadle.rollout_server.engines.fake.model import fingerprint_entry, fingerprint_of
 from treadle.rollout_server.testing.clock import FakeClock
 
@@ -185,3 +186,12 @@ async def test_released_cache_is_empty_and_resume_needs_restore() -> None:
     await engine.restore_memory(frozenset(MemoryKind))
     await engine.resume()
     assert (await run(engine, request(tuple(range(40))))).cached_prompt_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "model", [ServedModelConfig(max_draft_tokens=4), ServedModelConfig(batch_invariant=True)]
+)
+@pytest.mark.asyncio
+async def test_what_only_the_torch_engine_has_is_refused(model: ServedModelConfig) -> None:
+    with pytest.raises(ValueError, match="engine 'fake' does not support: only the torch engine"):
+        await create(ServerConfig(engine="fake", model=model))

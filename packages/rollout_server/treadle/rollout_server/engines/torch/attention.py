@@ -9,12 +9,11 @@ read in chunks next to decoding sequences, and drafts next to last tokens.
 In an exact cache, for float32 on a CPU, the bits of a token's results do not depend on what else a
 step computes: on other rows, on how many tokens of its own sequence are read with it, on whether a
 prefix is shared. So drafts change no log-probability. Two rules give that, with kernels whose sum
-for an element has the same order for any four or more rows (MKL's; `attention_test.py` holds each
-machine to it). Their padding and calls cost a fifth to a half of a pass of the demo's model:
+for an element has the same order for any four or more rows (those of MKL; `exact_test.py` compares
+whole models). Their padding and calls cost 15 to 60 % of a pass of the demo's model, by its batch:
 
 - No matrix has fewer than four rows, or eight for each of several threads; a smaller one repeats
-  its last. Activations have a multiple of four, so that vectors cover them: torch computes the rest
-  of a SiLU in another way.
+  its last. Activations are computed in whole vectors (`activations.py`).
 - A sum over positions is one of chunks of `CHUNK` positions from 0 on, added in their order, and a
   softmax is over a multiple of `LENGTH_UNIT`. A masked position has weight zero, so the zeros after
   a sequence's end change no bit.
@@ -140,8 +139,9 @@ class StepLayout:
             shared = 0
         groups: list[_Group] = []
         first_token = 0
-        for first, stop in _split(spans, shared if cache.shape.is_exact else 0):
-            for block in _blocks(spans[first:stop], cache.shape.is_exact):
+        is_exact = cache.shape.is_exact
+        for first, stop in _split(spans, shared if is_exact else 0, is_exact=is_exact):
+            for block in _blocks(spans[first:stop], is_exact):
                 group = _make_group(cache, block, first, first_token, queries_per_head, shared)
                 first_token = group.tokens.stop
                 groups.append(group)
@@ -154,8 +154,13 @@ class StepLayout:
         )
 
 
-def _split(spans: Sequence[RowSpan], shared: int) -> list[tuple[int, int]]:
-    """Splits rows into runs; a row starts a new run where padding would cost more than a call."""
+def _split(
+    spans: Sequence[RowSpan], shared: int, *, is_exact: bool = False
+) -> list[tuple[int, int]]:
+    """Splits rows into runs; a row starts a new run where padding would cost more than a call.
+
+    In an exact cache also where a row has more queries than a block.
+    """
     call_cost = _SHARED_CALL_COST if shared else _CALL_COST
 
     def own(span: RowSpan) -> int:
@@ -171,7 +176,7 @@ def _split(spans: Sequence[RowSpan], shared: int) -> list[tuple[int, int]]:
         joint_queries, joint_length = max(queries, span.num_tokens), max(length, own(span))
         joint = (row - first + 1) * joint_queries * joint_length
         apart = (row - first) * queries * length + span.num_tokens * own(span)
-        if joint > apart + call_cost or joint_queries > _BLOCK:
+        if joint > apart + call_cost or (is_exact and joint_queries > _BLOCK):
             runs.append((first, row))
             first, queries, length = row, span.num_tokens, own(span)
         else:

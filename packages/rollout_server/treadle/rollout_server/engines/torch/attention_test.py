@@ -168,3 +168,6 @@ def test_rows_are_grouped_unless_padding_costs_more_than_a_call() -> None:
     spans = [RowSpan(5000, 5001), *[RowSpan(200, 201)] * 63, RowSpan(0, 2000), RowSpan(199, 200)]
     assert attention._split(spans, 0) == [(0, 1), (1, 64), (64, 65), (65, 66)]
     assert attention._split([RowSpan(180 + i, 181 + i) for i in range(40)], 0) == [(0, 40)]
+    long = [RowSpan(0, 300)] * 2
+    assert attention._split(long, 0) == [(0, 2)]
+    assert attention._split(long, 0, is_exact=True) == [(0, 1), (1, 2)]

@@ -79,7 +79,7 @@ class EngineCore:
         prefix_cache_bytes: Maximum memory for prefixes of sequences that ended.
         max_draft_tokens: Maximum number of tokens that a pass drafts per sequence.
         batch_invariant: Whether the bits of a token's results must not depend on what else a step
-            computes. With drafts they do not where that is possible.
+            computes. With drafts they do not where that is possible, experts apart.
         clock: Returns seconds; decides when tokens are emitted.
 
     Raises:
@@ -100,12 +100,9 @@ class EngineCore:
         self.weight_version = 0
         self.counters = EngineCounters()
         self._model = model
+        if batch_invariant and (why := model.why_not_exact):
+            raise ValueError(f"model.batch_invariant: {why} (docs/speculation.md): leave it out")
         is_exact = batch_invariant or (max_draft_tokens > 0 and model.can_be_exact)
-        if is_exact and not model.can_be_exact:
-            raise ValueError(
-                "model.batch_invariant: the torch engine has it in float32 on a CPU only, for "
-                "models with keys and values alone (docs/speculation.md): leave it out"
-            )
         self._kv = model.new_cache(max_rows=max_num_seqs, is_exact=is_exact)
         self._prefixes: PrefixCache[Sequence | _Retained] = PrefixCache(prefix_cache_bytes)
         self._scheduler = Scheduler(
@@ -313,9 +310,10 @@ class EngineCore:
         self._started += 1
 
     def _propose(self, drafter: Drafter) -> None:
-        """Sets the draft of every running sequence, within its limits and those of a step."""
+        """Sets the draft of every running sequence, out of what prompts leave of a step."""
         running = self._scheduler.running
-        room = self._scheduler.max_step_tokens // max(len(running), 1) - 1
+        spare = self._scheduler.max_step_tokens - sum(one.num_uncached for one in running)
+        room = max(spare, 0) // max(len(running), 1)
         for sequence in running:
             assert sequence.drafting is not None
             left = _left(sequence, self._model.info.context_length)

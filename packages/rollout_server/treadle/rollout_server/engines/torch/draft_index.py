@@ -3,7 +3,8 @@
 Invariant: memory is fixed by the capacity. A table maps the hash of an n-gram to one place, and to
 how often in a row the id there followed it again; another id, or another n-gram with the same slot,
 takes the slot over. A place is compared with the n-gram before its id is returned, so a hash is
-never trusted. Texts beyond the capacity are dropped, the oldest first, and their places with them.
+never trusted. Texts beyond the capacity are dropped, the one that grew longest ago first, and their
+places with them. A text that was dropped goes on as the context of its own sequence only.
 
 An n-gram is entered once the id after it is known.
 
@@ -86,20 +87,26 @@ class DraftIndex:
         self.extend(text, ids[first:])
         return text
 
-    def extend(self, text: DraftText, new_ids: Iterable[int]) -> None:
-        """Appends ids to a text, and enters the n-grams before each."""
+    def extend(self, text: DraftText, new_ids: Sequence[int]) -> None:
+        """Appends ids to a text, and enters the n-grams before each if the text is held."""
+        if text.number not in self._texts:
+            text.ids.extend(new_ids)
+            return
+        if len(text.ids) + len(new_ids) > self._capacity:
+            self._drop(text.number)
+            text.ids.extend(new_ids)
+            return
+        self._texts.move_to_end(text.number)
+        self.num_ids += len(new_ids)
+        while self.num_ids > self._capacity:
+            self._drop(next(iter(self._texts)))
         ids, mask = text.ids, self._mask
-        before = place = len(ids)
-        for token_id in new_ids:
+        for place, token_id in enumerate(new_ids, start=len(ids)):
             ids.append(token_id)
             for order in ORDERS:
                 if order <= place:
                     slot = crc32(ids[place - order : place]) & mask
                     self._enter(slot, text.number << _PLACE_BITS | place, token_id)
-            place += 1
-        if text.number in self._texts:
-            self.num_ids += place - before
-            self._evict()
 
     def predictions(self, ids: "array[int]") -> Iterator[Prediction]:
         """Yields what followed the n-grams at the end of some ids, for the longest one first."""
@@ -130,7 +137,5 @@ class DraftIndex:
         """Returns where the table has the place of an n-gram."""
         return crc32(ngram) & self._mask
 
-    def _evict(self) -> None:
-        while self.num_ids > self._capacity:
-            _, text = self._texts.popitem(last=False)
-            self.num_ids -= len(text.ids)
+    def _drop(self, number: int) -> None:
+        self.num_ids -= len(self._texts.pop(number).ids)

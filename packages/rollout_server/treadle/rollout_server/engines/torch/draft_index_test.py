@@ -103,3 +103,22 @@ def test_a_text_that_is_too_long_is_not_held(capacity: int) -> None:
     text = index.open([1] * 9, 0)
     index.extend(text, [1])
     assert (index.num_ids, list(index.predictions(text.ids))) == (0, [])
+
+
+def test_a_text_that_grows_outlives_those_that_have_ended() -> None:
+    index = DraftIndex(20)
+    running = index.open([1, 2], 0)
+    for other in range(10, 20):
+        index.open([other] * 5, 0)
+        index.extend(running, [1])
+        assert {p.token_id for p in index.predictions(array("i", [2]))} == {1}
+    assert len(running.ids) == 12
+
+
+def test_a_text_that_was_dropped_takes_no_slot_of_another() -> None:
+    index = DraftIndex(10)
+    dropped = index.open([4, 5, 6, 7, 8, 9], 0)
+    index.open([7, 1, 2, 3, 50], 0)
+    index.extend(dropped, [1, 2, 3, 60])
+    assert dropped.ids[-1] == 60
+    assert {p.token_id for p in index.predictions(array("i", [1, 2, 3]))} == {50}

@@ -6,6 +6,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from treadle.rollout_server.engine import (
     EngineRequest,
@@ -16,7 +17,9 @@ from treadle.rollout_server.engine import (
     Started,
     Tokens,
 )
+from treadle.rollout_server.engines.torch import core
 from treadle.rollout_server.engines.torch.engine import TorchEngine
+from treadle.rollout_server.engines.torch.scheduler import ScheduledIds, Scheduler
 from treadle.rollout_server.engines.torch.testing.text_model import (
     LONG,
     ModelDir,
@@ -26,6 +29,7 @@ from treadle.rollout_server.engines.torch.testing.text_model import (
     prompts,
     request,
     serving,
+    submitted,
     weights_of,
 )
 
@@ -162,7 +166,57 @@ async def test_a_caller_that_leaves_changes_no_other_sequence(model_dir: ModelDi
 
 
 @pytest.mark.asyncio
+async def test_a_prompt_is_read_as_if_nothing_were_drafted(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[bool, int]] = []
+    plan = Scheduler.plan
+
+    def recorded(scheduler: Scheduler) -> list[ScheduledIds]:
+        work = plan(scheduler)
+        unread = sum(one.num_uncached for one in scheduler.running) > scheduler.max_step_tokens
+        drafted = sum(max(0, ids - one.num_uncached) for one, ids in work)
+        steps.append((unread, drafted))
+        return work
+
+    monkeypatch.setattr(core, "_STEP_TOKENS", 24)
+    monkeypatch.setattr(Scheduler, "plan", recorded)
+    async with serving(model_dir(), max_draft_tokens=7) as engine:
+        await complete(engine, [5, 6, 7], LONG)
+        events, stream = await paused_in_flight(engine, InFlightPolicy.CONTINUE)
+        late = asyncio.ensure_future(complete(engine, prompts(1, shared=200)[0]))
+        await submitted(engine)
+        await engine.resume()
+        assert collected([*events, *[event async for event in stream]]).ids
+        await late
+    assert sum(unread for unread, _ in steps) > 5
+    assert not any(drafted for unread, drafted in steps if unread)
+    assert any(drafted for _, drafted in steps)
+
+
+@pytest.mark.asyncio
 async def test_a_state_that_cannot_be_cut_back_is_refused(model_dir: ModelDir) -> None:
     with pytest.raises(ValueError, match=r"model\.max_draft_tokens: this model has a state"):
         async with serving(model_dir("qwen3_next"), max_draft_tokens=1):
             pass
+
+
+@pytest.mark.asyncio
+async def test_the_same_bits_in_every_batch_are_refused_of_a_model_with_experts(
+    model_dir: ModelDir,
+) -> None:
+    with pytest.raises(ValueError, match=r"model\.batch_invariant: the model has experts.*leave"):
+        async with serving(model_dir("qwen3_moe"), batch_invariant=True):
+            pass
+
+
+@pytest.mark.asyncio
+async def test_the_same_bits_in_every_batch_are_refused_without_mkl(
+    model_dir: ModelDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"model\.batch_invariant: .*with MKL"):
+        async with serving(model_dir(), batch_invariant=True):
+            pass
+    async with serving(model_dir(), max_draft_tokens=1) as engine:
+        assert (await complete(engine, [5, 6, 7])).ids

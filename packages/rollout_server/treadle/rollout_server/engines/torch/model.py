@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from treadle.rollout_server.engine import ElementType, NamedTensor, TensorSpec
 from treadle.rollout_server.engines.common.element_types import TORCH_DTYPES
 from treadle.rollout_server.engines.images.reader import ImageDecoder, PlacedImage
+from treadle.rollout_server.engines.torch.activations import make_exact
 from treadle.rollout_server.engines.torch.attention import (
     IMPLEMENTATION,
     RowSpan,
@@ -192,13 +193,28 @@ class CachedModel:
 
     @property
     def can_be_exact(self) -> bool:
-        """Whether a cache can be exact: one of float32 on a CPU."""
-        return self._is_flat and self.dtype is torch.float32 and self.device.type == "cpu"
+        """Whether a cache can be exact: one of float32 on a CPU, with MKL."""
+        is_known = self.device.type == "cpu" and torch.backends.mkl.is_available()
+        return self._is_flat and self.dtype is torch.float32 and is_known
+
+    @property
+    def why_not_exact(self) -> str:
+        """Why a token's bits depend on what else a step computes; "" if they need not."""
+        if self.info.num_moe_layers:
+            return "the model has experts, which read a few rows at a time"
+        if not self.can_be_exact:
+            return (
+                "the torch engine has it in float32 on a CPU only, with MKL, for models with keys "
+                "and values alone"
+            )
+        return ""
 
     def new_cache(self, *, max_rows: int, is_exact: bool = False) -> KvCache | RowCaches:
-        """Returns an empty cache for this model."""
+        """Returns an empty cache for this model; an exact one makes its activations exact."""
         if not self._is_flat:
             return RowCaches()
+        if is_exact:
+            make_exact(self._model)
         return KvCache(self.kv_shape(max_rows=max_rows, is_exact=is_exact))
 
     def kv_shape(self, *, max_rows: int, is_exact: bool = False) -> KvCacheShape:

@@ -48,13 +48,16 @@ from treadle.rollout_server.engines.common.checkpoint_parameters import checkpoi
 from treadle.rollout_server.engines.common.collective_group import encode_group
 from treadle.rollout_server.engines.common.runtime_dir import RuntimeDir
 from treadle.rollout_server.engines.common.staging import checked_entries, staging
-from treadle.rollout_server.engines.images.model_types import takes_images
 from treadle.rollout_server.engines.vllm import startup
 from treadle.rollout_server.engines.vllm.calls import Calls
 from treadle.rollout_server.engines.vllm.memory import DeviceMemory
 from treadle.rollout_server.engines.vllm.sampling import sampling_params
 from treadle.rollout_server.engines.vllm.sequence import Sequence, SequenceStats
-from treadle.rollout_server.engines.vllm_stock.arguments import BACKEND, stock_arguments
+from treadle.rollout_server.engines.vllm_stock.arguments import (
+    BACKEND,
+    check_model,
+    stock_arguments,
+)
 from treadle.rollout_server.engines.vllm_stock.executor import (
     StockMultiProcessExecutor,
     StockSingleProcessExecutor,
@@ -114,7 +117,7 @@ class StockVllmEngine:
         if model.path is None:
             raise ValueError(f"engine {NAME!r} needs a model: set --model.path DIRECTORY")
         held = read_model(model.path, context_length=model.context_length)
-        _check_model(held.architecture, held.num_moe_layers, library, takes_images(model.path))
+        check_model(held.architecture, model.path, on_cpu=library.on_cpu)
         parameters = checkpoint_parameters(model.path, model.dtype)
         if library.on_cpu:  # Otherwise a C++ compiler builds parts of vLLM's sampler.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
@@ -367,14 +370,3 @@ class StockVllmEngine:
         self._call.end(cause)
         for sequence in list(self._sequences):
             sequence.fail(cause)
-
-
-def _check_model(
-    architecture: str, num_moe_layers: int, library: startup.Library, has_images: bool
-) -> None:
-    """Raises ValueError for a model that the engine cannot update."""
-    problem = "takes images" if has_images else ""
-    if library.on_cpu and num_moe_layers:  # A reload does not reach their packed copies.
-        problem = "has experts, which vLLM does not update on a CPU"
-    if problem:
-        raise ValueError(f"{architecture} {problem}: set --engine vllm, which needs vLLM 0.32")
