@@ -298,10 +298,7 @@ class Service:
         ids = [each for each in listed if isinstance(each, int)]
         texts = [each for each in listed if isinstance(each, str)]
         if "" in texts:
-            raise ServiceError(
-                f"sampling_params: stop={stop!r} has an empty text, which is in every text: leave "
-                "it out"
-            )
+            raise ServiceError(f"sampling_params: stop={stop!r} has an empty text: leave it out")
         # A token of its own ends a completion where it is sampled.
         encoded = map(self._renderer.encode, texts)
         ids += [each[0] for each in encoded if len(each) == 1]
