@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import asdict
 from pathlib import Path
 
+from treadle.agent_loop.aio import run_shielded
 from treadle.trainer.launch.process import ProcessError
 from treadle.trainer.rollout.control.control_files import (
     Answer,
@@ -28,6 +29,7 @@ __all__ = ["control_servers"]
 _log = logging.getLogger(__name__)
 _POLL_S = 0.5
 _MAX_ADDING = 64
+_WRITE_S = 30.0
 """Servers that are added at a time; each is queried, and joins at the end of the step."""
 
 
@@ -90,7 +92,9 @@ class _Control:
 
     async def write_list(self) -> None:
         rows = [asdict(row) for row in self._pool.rows()]
-        await asyncio.to_thread(write_list, self._directory, rows)
+        writing = asyncio.to_thread(write_list, self._directory, rows)
+        # A thread goes on when its task is cancelled, and the list is removed after that.
+        await run_shielded(writing, timeout_s=_WRITE_S)
 
     async def aclose(self) -> None:
         for adding in self._adding:
