@@ -21,10 +21,34 @@ from treadle.trainer.config.schema import Config
 from treadle.trainer.rollout.rotation import Routes
 from treadle.trainer.rollout.server_security import server_security
 
-__all__ = ["AttachedServer"]
+__all__ = ["AttachedServer", "UnmanagedServer"]
 
 
-class AttachedServer:
+class UnmanagedServer:
+    """The one route to a server that the run neither starts, replaces nor ends."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+
+    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
+        """Calls the listener with the one route, which never changes."""
+        listener(Routes(serving=(self._address,)))
+        return lambda: None
+
+    async def ensure_healthy(self) -> bool:
+        """Returns False: a server of someone else is not restarted."""
+        return False
+
+    async def wait_for_change(self) -> None:
+        """Never returns: there is nothing to replace."""
+        await asyncio.Event().wait()
+
+    async def wait_until_all_ended(self) -> None:
+        """Never returns: the server's process is not ours to watch."""
+        await asyncio.Event().wait()
+
+
+class AttachedServer(UnmanagedServer):
     """A server at a given address, as the servers of a rollout."""
 
     _CONNECT_S: ClassVar[float] = 5.0
@@ -36,7 +60,7 @@ class AttachedServer:
         Args:
             config: Has the credentials of the server (`rollout.tls_*`, `rollout.token_file`).
         """
-        self._address = address
+        super().__init__(address)
         self._config = config
         self._connection = contextlib.AsyncExitStack()
         self._generator: GrpcTokenGenerator | None = None
@@ -77,20 +101,3 @@ class AttachedServer:
     def live(self) -> Sequence[ServerInfo]:
         """The server's answer at the handshake."""
         return self.generator.servers
-
-    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
-        """Calls the listener with the one route, which never changes."""
-        listener(Routes(serving=(self._address,)))
-        return lambda: None
-
-    async def ensure_healthy(self) -> bool:
-        """Returns False: a server of someone else is not restarted."""
-        return False
-
-    async def wait_for_change(self) -> None:
-        """Never returns: there is nothing to replace."""
-        await asyncio.Event().wait()
-
-    async def wait_until_all_ended(self) -> None:
-        """Never returns: the server's process is not ours to watch."""
-        await asyncio.Event().wait()

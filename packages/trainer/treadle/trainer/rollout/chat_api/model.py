@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
 from treadle.agent_loop import (
@@ -30,9 +30,9 @@ from treadle.agent_loop import (
     TokenChunk,
 )
 from treadle.agent_loop.rpc import ServerInfo
+from treadle.trainer.rollout.attached_server import UnmanagedServer
 from treadle.trainer.rollout.chat_api.answer import AnswerError, read_json, read_reply
 from treadle.trainer.rollout.chat_api.renderer import ApiRenderer
-from treadle.trainer.rollout.rotation import Routes
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAIError
@@ -47,7 +47,7 @@ _TOO_LONG = "context_length_exceeded"
 _MAX_SEED = 2**31  # a signed integer of 32 bits, which every server reads
 
 
-class ApiServers:
+class ApiServers(UnmanagedServer):
     """The address, as the servers of a rollout: it is sampled from, and neither started nor ended.
 
     Attributes:
@@ -77,6 +77,7 @@ class ApiServers:
                 f"{url} is evaluated with OpenAI's client, which is not installed: "
                 'pip install "treadle-trainer[api]"'
             ) from None
+        super().__init__(url)
         self._url, self._model, self._renderer = url, model, renderer
         try:
             self._client: AsyncOpenAI = AsyncOpenAI(
@@ -150,23 +151,6 @@ class ApiServers:
     def live(self) -> Sequence[ServerInfo]:
         """The address."""
         return self.servers
-
-    def on_change(self, listener: Callable[[Routes], None]) -> Callable[[], None]:
-        """Tells the listener the one route, which never changes."""
-        listener(Routes(serving=(self._url,)))
-        return lambda: None
-
-    async def ensure_healthy(self) -> bool:
-        """Returns False: the address is not restarted."""
-        return False
-
-    async def wait_for_change(self) -> None:
-        """Never returns: there is nothing to replace."""
-        await asyncio.Event().wait()
-
-    async def wait_until_all_ended(self) -> None:
-        """Never returns: the server is not ours to watch."""
-        await asyncio.Event().wait()
 
     def finish_session(self, session_id: str) -> None:
         """Does nothing: the address has no sessions."""
